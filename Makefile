@@ -1,0 +1,70 @@
+# Every target sets up what it needs in .venv, once. PYTHON: any Python 3.11 or newer. PIP_FLAGS: for instance
+#   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# where the plain index serves only the CUDA build of torch.
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+MATRIX ?= 2.11.0 2.15.0
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MATRIX_RUNS := $(MATRIX:%=matrix-%)
+
+# Two ranks share a small machine: one compute thread each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint types bench matrix clean $(MATRIX_RUNS)
+
+help:
+	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
+	@echo 'make test    run the tests'
+	@echo 'make lint    ruff: rules and format'
+	@echo 'make types   mypy --strict'
+	@echo 'make bench   host overhead and compile time'
+	@echo 'make matrix  the parity tests on torch $(MATRIX), each in a .venv-VERSION of its own'
+
+demo: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench.overhead
+
+# MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it already.
+matrix: $(MATRIX_RUNS)
+
+matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
+
+.SECONDEXPANSION:
+$(MATRIX_RUNS): matrix-%: $$(if $$(call matrix_python,$$*),,.venv-$$*/.installed)
+	@echo '=== torch $* ==='
+	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist $(PYTEST_FLAGS)
+
+define CREATE
+@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("graphshard needs Python 3.11 or newer; \
+this is " + sys.version.split()[0] + ". Choose one: make PYTHON=/path/to/python3.11 ...")'
+$(PYTHON) -m venv $(@D)
+endef
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(CREATE)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+$(MATRIX:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml
+	$(CREATE)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) 'torch==$*' --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv $(MATRIX:%=.venv-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

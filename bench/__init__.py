@@ -1,0 +1,1 @@
+"""Measurements; `python -m bench.NAME` prints one table."""

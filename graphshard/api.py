@@ -1,0 +1,187 @@
+"""The public functions: `compile`, `eager`, `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from graphshard import capture, fsdp2
+from graphshard.backend import BACKENDS
+from graphshard.compat import check_torch_version
+from graphshard.engine import Engine, Options
+from graphshard.report import Report
+from graphshard.units import resolve_units
+
+REGIONS = ("model", "unit")
+PLANS = ("fsdp2",)
+STRATEGIES = ("fully_shard", "replicate")
+
+
+def compile(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    strategy: str = "fully_shard",
+    units: Sequence[str | type[nn.Module] | nn.Module] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    backend: str = "inductor",
+    regions: str = "model",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    plan: str = "fsdp2",
+    strict: bool = False,
+) -> nn.Module:
+    """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
+
+    Parameters become DTensors, as with `fully_shard`; FQNs, `state_dict`, optimizers, `clip_grad_norm_`, checkpoints and FSDP2's own
+    methods go on working. The model may be on the meta device until its first forward.
+
+    Args:
+        model: a plain module, whose units are found from its structure, or one annotated by `fully_shard`, sharded as it is.
+        mesh: 1-D data-parallel mesh; None for an annotated model, or for one mesh over all ranks.
+        strategy: ``"fully_shard"``. (``"replicate"`` is not compiled yet.)
+        units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
+        reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; None: all but the root's.
+        mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
+        offload_policy: as for `fully_shard`; offloading is not compiled yet.
+        shard_placement_fn: as for `fully_shard`; dims other than 0 are not compiled yet.
+        ignored_params: parameters that stay as they are, neither sharded nor reduced.
+        backend: ``"inductor"``, ``"aot_eager"`` (programs run operator by operator) or ``"eager"`` (no passes either).
+        regions: ``"model"`` captures as much as Dynamo can; ``"unit"`` one region per unit, so that equal blocks share compiled code.
+        fullgraph: makes a graph break an error of Dynamo's.
+        dynamic: as for `torch.compile`.
+        plan: ``"fsdp2"``: buckets of one unit in FSDP2's order, prefetched one unit ahead.
+        strict: makes an error of what would run in eager FSDP2 with a warning.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+        ValueError: an argument is not one of those above, or contradicts the annotation.
+        RuntimeError: torch's version is not supported, no process group is there, or `model` is compiled already.
+        UnsupportedModel: `strict` and something is not compiled.
+    """
+    check_torch_version()
+    _check_arguments(model, strategy, backend, regions, plan)
+    if engine_of(model) is not None:
+        raise RuntimeError("compile: the model, or a part of it, is compiled already; compile it once, or build it anew")
+    options = Options(backend, regions, fullgraph, dynamic, strict)
+    sharding = {
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "shard_placement_fn": shard_placement_fn,
+        "ignored_params": ignored_params,
+    }
+    if fsdp2.is_annotated(model):
+        _check_annotated(model, mesh, sharding)
+    else:
+        _annotate(model, _check_mesh(model, mesh), sharding)
+    model.__dict__[capture.ENGINE] = Engine(model, options)
+    return model
+
+
+def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str, plan: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile: model: got {type(model).__name__}, want an nn.Module")
+    for name, got, wanted in (
+        ("strategy", strategy, STRATEGIES),
+        ("backend", backend, BACKENDS),
+        ("regions", regions, REGIONS),
+        ("plan", plan, PLANS),
+    ):
+        if got not in wanted:
+            raise ValueError(f"compile: {name}: got {got!r}, want one of {', '.join(map(repr, wanted))}")
+    if strategy == "replicate":
+        raise ValueError("compile: strategy: got 'replicate', which is not compiled yet; use DistributedDataParallel, or 'fully_shard'")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "compile: got no process group, want one; call torch.distributed.init_process_group first (torchrun sets its environment)"
+        )
+
+
+def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, sharding: dict[str, Any]) -> None:
+    have = fsdp2.annotation_mesh(model)
+    if mesh is not None and have is not None and mesh != have:
+        raise ValueError(f"compile: mesh: got {mesh}, but the model is annotated with {have}; leave `mesh` out")
+    if given := [name for name, value in sharding.items() if value is not None]:
+        raise ValueError(f"compile: {given[0]}: the model is annotated already; give it to fully_shard, or compile the plain model")
+
+
+def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    devices = {param.device.type for param in model.parameters()} - {"meta"}
+    if mesh is None:
+        kind = next(iter(devices), "cuda" if torch.cuda.is_available() else "cpu")
+        mesh = dist.init_device_mesh(kind, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"compile: mesh: got {type(mesh).__name__}, want a DeviceMesh")
+    if mesh.ndim > 2:
+        raise ValueError(f"compile: mesh: got {mesh.ndim} axes, want 1 (sharding) or 2 (replicate, shard); pass a sub-mesh")
+    for name, param in model.named_parameters():
+        if param.device.type not in ("meta", mesh.device_type):
+            raise ValueError(
+                f"compile: parameter '{name}' is on {param.device.type}, but the mesh is on {mesh.device_type}; move the model first"
+            )
+    return mesh
+
+
+def _annotate(model: nn.Module, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
+    arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
+    for unit in resolve_units(model, sharding["units"]):
+        fully_shard(unit, mesh=mesh, **arguments)
+    fully_shard(model, mesh=mesh, **arguments)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that `compile` gave to `model` or to a module inside it, or None."""
+    for module in model.modules():
+        engine = module.__dict__.get(capture.ENGINE)
+        if isinstance(engine, Engine):
+            return engine
+    return None
+
+
+def _need_engine(model: nn.Module, where: str) -> Engine:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{where}: got {type(model).__name__}, want a module that graphshard.compile returned")
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError(f"{where}: got a {type(model).__name__} that is not compiled; call graphshard.compile first")
+    return engine
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the same parameters run through FSDP2's own hooks: the fallback, and the reference for parity.
+
+    Args:
+        model: compiled by `compile`.
+
+    Raises:
+        ValueError: `model` is not compiled.
+        RuntimeError: unreduced gradients are held, at entry or at exit.
+    """
+    with _need_engine(model, "graphshard.eager").eager():
+        yield model
+
+
+def report(model: nn.Module) -> Report:
+    """What a compiled model did so far: programs, collectives, and what is not compiled.
+
+    Raises:
+        ValueError: `model` is not compiled.
+    """
+    return _need_engine(model, "graphshard.report").report

@@ -1,0 +1,145 @@
+"""The Dynamo backend: a captured graph goes through AOTAutograd and our partitioner, each graph that comes out becomes a region's.
+
+    inductor    Inductor compiles each program          aot_eager    each program runs as it is, operator by operator
+    eager       the captured graph runs as it is; its markers gather and reduce one parameter at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graphshard import driver
+from graphshard.compat import (
+    INDUCTOR_PATCHES,
+    CustomPartitionerFn,
+    compile_graph_inductor,
+    compile_region_aot,
+    compile_region_inductor,
+    copy_graph,
+    partition,
+    source_digest,
+)
+from graphshard.ir import unshards
+from graphshard.region import Region
+from graphshard.report import ProgramRecord, Report
+from graphshard.shards import Shard
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+class Engine(Protocol):
+    """What the backend asks of the engine of a model."""
+
+    report: Report
+    shard_at: dict[int, Shard]
+    regions: list[Region]
+
+    def backward_runs(self) -> None:
+        """Is told that a backward program runs."""
+
+    def gather_in_graph(self, leaf: Tensor, record: ProgramRecord) -> Tensor:
+        """Gathers one parameter for a graph that runs uncompiled."""
+
+
+class Partitioner(CustomPartitionerFn):
+    """Runs the passes of the joint graph, then AOTAutograd's min-cut.
+
+    Module-level, and pickled without its region: Inductor puts it into its cache keys.
+    """
+
+    def __init__(self, report: Report | None = None) -> None:
+        self._report = report
+        self.key = f"graphshard-{source_digest()}"
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        seconds = driver.run_joint_passes(gm)
+        if self._report is not None:
+            self._report.joint_passes_s += seconds
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        driver.check_partition(forward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"key": self.key, "_report": None}
+
+    def uuid(self) -> str:
+        """Covers everything that shapes a graph and is not in it."""
+        return self.key
+
+
+def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """The Dynamo backend of one compiled model."""
+    if name == "eager":
+        return lambda gm, inputs: _uncompiled(engine, gm, inputs)
+    partitioner = Partitioner(engine.report)
+    inductor = name == "inductor"
+
+    def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        positions = _shard_positions(engine, inputs)
+        region = Region(
+            engine,
+            len(engine.regions),
+            positions,
+            len(inputs),
+            compile_graph_inductor if inductor else _run_as_is,
+            {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
+        )
+        engine.regions.append(region)
+        engine.report.regions += 1
+        compile_region = compile_region_inductor if inductor else compile_region_aot
+        compiled = compile_region(gm, inputs, region.compile, partitioner)
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            if torch.is_grad_enabled():
+                region.watch(results)
+            return results
+
+        return run
+
+    return graphshard
+
+
+def _shard_positions(engine: Engine, inputs: Sequence[Any]) -> dict[int, Shard]:
+    leaves = {id(shard.leaf): shard for shard in engine.shard_at.values()}
+    return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
+
+
+def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    def run(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()
+        return gm(*taken)
+
+    return run
+
+
+def _uncompiled(engine: Engine, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Runs a captured graph as it is. Its gathers and reductions are counted in two records, one run a call and one a reduction."""
+    number = engine.report.regions
+    engine.report.regions += 1
+    markers = unshards(gm.graph)
+    forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
+    backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
+    if markers:
+        engine.report.programs += [forward, backward]
+    lowered = copy_graph(gm)
+    for marker in unshards(lowered.graph):
+        with lowered.graph.inserting_before(marker):
+            gather = lowered.graph.call_function(lambda leaf: engine.gather_in_graph(leaf, backward), (marker.args[0],))
+        marker.replace_all_uses_with(gather)
+        lowered.graph.erase_node(marker)
+    lowered.recompile()
+
+    def run(*args: Any) -> Any:
+        forward.runs += 1
+        return lowered(*args)
+
+    return run

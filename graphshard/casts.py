@@ -1,0 +1,47 @@
+"""What FSDP2's forward hooks cast: a unit's inputs to param_dtype, its output to output_dtype, as hooks that can be traced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+Hook = Callable[..., Any]
+
+
+def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook | None, Hook | None]:
+    """The (pre-forward, post-forward) hooks for a unit's policy; None for one that casts nothing."""
+    pre: Hook | None = None
+    post: Hook | None = None
+    if policy.cast_forward_inputs and (param_dtype := policy.param_dtype) is not None:
+
+        def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
+
+    if (output_dtype := policy.output_dtype) is not None:
+
+        def post(module: nn.Module, args: Any, output: Any) -> Any:
+            return cast_floating(output, output_dtype)
+
+    return pre, post
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with each floating-point tensor in `dtype`, through tuples, named tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, dict):
+        items = {key: cast_floating(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([cast_floating(item, dtype) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: cast_floating(getattr(value, field.name), dtype) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changed)
+    return value

@@ -1,0 +1,207 @@
+"""Everything private of Dynamo, AOTAutograd and Inductor that graphshard uses (torch 2.11 to 2.15), each behind a plain function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.virtualized import V
+from torch._logging import trace_structured
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+SUPPORTED = ((2, 11), (2, 15))
+
+# Inductor's own reordering would undo every prefetch: in forward all-gathers move to their use, in inference all of them move to
+# the top, in backward reduce-scatters move to the end. With both off it keeps the order of the FX graph.
+INDUCTOR_PATCHES: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+# Larger than any id that activation checkpointing gives to its regions.
+_RESHARD_REGION_ID = 10**6
+
+
+def check_torch_version() -> None:
+    """Raises:
+    RuntimeError: if the installed torch is not one that graphshard supports.
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if not SUPPORTED[0] <= (major, minor) <= SUPPORTED[1]:
+        low, high = (".".join(map(str, version)) for version in SUPPORTED)
+        raise RuntimeError(f"graphshard: got torch {torch.__version__}, want {low} to {high}; install one of these")
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The process group called `name`."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)
+    return group
+
+
+def dispatch_mode_active() -> bool:
+    """Whether a TorchDispatchMode (CommDebugMode, a FLOP counter) is on: Dynamo would skip the frame for good."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the running backward pass ends. Must be called from within a backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """Number of the backward pass that runs in this thread, -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass was asked to keep its graph (retain_graph or create_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def keep_static(tensor: Tensor) -> None:
+    """Tells Dynamo never to make a dim of `tensor` symbolic."""
+    torch._dynamo.mark_static(tensor)
+
+
+def tag_reshard(node: Node, reshard: bool) -> None:
+    """Makes the partitioner gather again in backward (`reshard`) or save the gathered value. Untagged, it would be saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = _RESHARD_REGION_ID
+
+
+def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """Splits a joint graph by AOTAutograd's min-cut."""
+    kwargs.pop("compiler", None)
+    return min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **kwargs)
+
+
+def source_digest() -> str:
+    """Digest of the sources of the passes and of all that shapes a program, for cache keys."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted([*root.glob("*.py"), *(root / "passes").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
+GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
+
+
+def compile_region_inductor(
+    gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph with Inductor's front end; `compiler(gm, inputs, direction=..., **kwargs)` lowers each graph."""
+
+    def inner(graph: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return compiler(graph, example_inputs, direction=_direction(kwargs), **kwargs)
+
+    compiled: Callable[..., Any] = compile_fx(
+        gm,
+        inputs,
+        inner_compile=inner,
+        # As config_patches, never around the call: backward is compiled later, outside any `with`.
+        config_patches={**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner},
+    )
+    return compiled
+
+
+def _direction(kwargs: dict[str, Any]) -> str:
+    if kwargs.get("is_backward"):
+        return "backward"
+    return "inference" if kwargs.get("is_inference") else "forward"
+
+
+def compile_region_aot(
+    gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Runs a Dynamo graph through AOTAutograd; `compiler` gets each graph, which then runs as it is."""
+
+    def named(direction: str) -> Callable[..., Any]:
+        return lambda graph, example_inputs: compiler(graph, example_inputs, direction=direction)
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=named("forward"),
+        bw_compiler=named("backward"),
+        inference_compiler=named("inference"),
+        partition_fn=partitioner,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
+
+
+def compile_graph_inductor(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """Inductor's code for one lowered graph."""
+    compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
+    return compiled
+
+
+@dataclass(frozen=True)
+class CompileState:
+    """The contexts of a compilation, so that another program of the same region can be compiled long after it."""
+
+    tracing_context: Any
+    compile_context: Any
+    fake_mode: Any
+    patches: dict[str, Any]
+
+    @staticmethod
+    def capture(patches: dict[str, Any]) -> CompileState:
+        return CompileState(TracingContext.try_get(), CompileContext.try_get(), V.fake_mode, patches)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Enters the contexts again."""
+        with ExitStack() as stack:
+            stack.enter_context(tracing(self.tracing_context))
+            if self.compile_context is not None:
+                stack.enter_context(compile_context(self.compile_context))
+            stack.enter_context(V.set_fake_mode(self.fake_mode))
+            stack.enter_context(inductor_config.patch(self.patches))
+            yield
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy with a graph of its own that shares the attributes: a deepcopy fails while a fake mode is on."""
+    graph = Graph()
+    result = graph.graph_copy(gm.graph, {})
+    graph.output(result)
+    old_output = next(iter(gm.graph.find_nodes(op="output")))
+    new_output = next(iter(graph.find_nodes(op="output")))
+    new_output.meta = dict(old_output.meta)
+    return GraphModule(gm, graph)
+
+
+def log_artifact(name: str, text: str) -> None:
+    """Hands a dump to torch's structured log (tlparse)."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.__call__`, hooks included, whatever `module`'s class makes of a call."""
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def compiled_function_node(output: Tensor) -> Any:
+    """The autograd node of the compiled region that produced `output`, or None. Views of outputs are looked through."""
+    node = output.grad_fn
+    for _ in range(3):
+        if node is None or "CompiledFunction" in type(node).__name__:
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -1,0 +1,176 @@
+"""The demo's command line; started by torchrun, see the package."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.demo.compare import BOUNDS, Comparison, compare
+from graphshard.demo.model import Decoder, ModelConfig
+from graphshard.demo.text import Batches
+from graphshard.demo.train import MICROBATCHES, StepResult, Trainer
+from graphshard.testing.launches import COLLECTIVES
+
+BATCH_SIZE = 8
+RESUMED_STEPS = 2
+
+
+def say(line: str = "") -> None:
+    """Prints on rank 0, at once."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder, the same on every rank of one machine; removed at the end."""
+    path = [tempfile.mkdtemp(prefix="graphshard-demo-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path)
+    try:
+        yield Path(path[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(path[0], ignore_errors=True)
+
+
+def say_step(step: int, comparison: Comparison) -> None:
+    """One progress line: every run's mean loss, every run's gradient norm, and whether they are equal."""
+    losses = "  ".join(f"{loss:10.7f}" for loss in comparison.losses)
+    grad_norms = "  ".join(f"{norm:10.7f}" for norm in comparison.grad_norms)
+    say(f"  {step:4d}   {losses}   {grad_norms}   {comparison.verdict}")
+
+
+def say_header(*runs: str) -> None:
+    """The column titles of `say_step`."""
+    width = 12 * len(runs) - 2
+    names = "  ".join(f"{run:>10}" for run in runs)
+    say(f"  {'':4}   {'loss':-^{width}}   {'gradient norm':-^{width}}")
+    say(f"  step   {names}   {names}   equal")
+
+
+def say_summary(eager: list[StepResult], compiled: list[StepResult], rows: list[tuple[str, object, object]]) -> None:
+    """Both runs side by side; speeds are of the median step after the first."""
+    tokens = BATCH_SIZE * ModelConfig().max_seq_len * MICROBATCHES * dist.get_world_size()
+    eager_s, compiled_s = (statistics.median(result.wall_s for result in run[1:]) for run in (eager, compiled))
+    say(f"  {'summary':<28} {'eager FSDP2':>12} {'graphshard':>12}")
+    speeds = ("tokens/s", f"{tokens / eager_s:,.0f}", f"{tokens / compiled_s:,.0f}")
+    first_steps = ("first step, seconds", f"{eager[0].wall_s:.1f}", f"{compiled[0].wall_s:.1f}")
+    for name, left, right in [*rows, speeds, first_steps]:
+        say(f"  {name:<28} {left:>12} {right:>12}")
+
+
+def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batches) -> bool:
+    """Trains both engines from one seed, then goes on from a checkpoint; returns whether all was equal."""
+    bound = BOUNDS[backend]
+    demand = f"may differ by {bound:.0e}, relative" if bound else "must be bitwise equal"
+    say(f"\nbackend {backend}: every loss and gradient norm {demand}")
+    say_header("eager", "graphshard")
+    eager, compiled = Trainer(None, mesh, batches), Trainer(backend, mesh, batches)
+    eager_results, compiled_results, comparisons = [], [], []
+    for step in range(steps):
+        if step == 1:
+            graphshard.report(compiled.model).reset_counts()
+        eager_results.append(eager.step(step))
+        compiled_results.append(compiled.step(step))
+        comparisons.append(compare((eager_results[-1], compiled_results[-1]), bound))
+        say_step(step + 1, comparisons[-1])
+
+    report = graphshard.report(compiled.model)
+    launched = {kind: report.collectives.get(kind, 0) / (steps - 1) for kind in COLLECTIVES}
+    eager_launched, profiled = eager.count_collectives(steps), compiled.count_collectives(steps)
+    steps_equal = sum(comparison.equal for comparison in comparisons)
+    say()
+    say_summary(
+        eager_results,
+        compiled_results,
+        [
+            ("steps equal", "", f"{steps_equal}/{steps}"),
+            ("loss, first step", *(f"{loss:.4f}" for loss in comparisons[0].losses)),
+            ("loss, last step", *(f"{loss:.4f}" for loss in comparisons[-1].losses)),
+            ("all-gathers per step", eager_launched["all_gather"], f"{launched['all_gather']:g}"),
+            ("reduce-scatters per step", eager_launched["reduce_scatter"], f"{launched['reduce_scatter']:g}"),
+            ("compile seconds", "", f"{sum(p.passes_s + p.compile_s for p in report.programs):.1f}"),
+        ],
+    )
+    say()
+    say(textwrap.indent(str(report), "  "))
+    say()
+    checks = {
+        "every step is equal": steps_equal == steps,
+        "the loss falls": comparisons[-1].losses[1] < comparisons[0].losses[1],
+        "the model ran as compiled programs": sum(program.runs for program in report.programs) > 0,
+        "the report counts what the profiler sees": launched == profiled,
+        "all-gathers: at most eager's": launched["all_gather"] <= eager_launched["all_gather"],
+        "reduce-scatters: as many as eager's": launched["reduce_scatter"] == eager_launched["reduce_scatter"],
+        "training goes on equally from the checkpoint": resume(compiled, backend, steps, mesh, batches),
+    }
+    for check, passed in checks.items():
+        say(f"  {'ok  ' if passed else 'FAIL'} {check}")
+    return all(checks.values())
+
+
+def resume(trained: Trainer, backend: str, steps: int, mesh: DeviceMesh, batches: Batches) -> bool:
+    """Saves a compiled run, loads it into fresh models of both engines, and trains all three on."""
+    eager, compiled = (Trainer(engine, mesh, batches, seed=1) for engine in (None, backend))
+    with shared_folder() as folder:
+        trained.save(folder)
+        eager.load(folder)
+        compiled.load(folder)
+        size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    say(
+        f"\n  checkpoint of the compiled run ({size_bytes / 1e6:.0f} MB), loaded into two fresh models; all three go on"
+    )
+    say_header("eager", "graphshard", "no restart")
+    comparisons = []
+    for step in range(steps, steps + RESUMED_STEPS):
+        results = [trainer.step(step) for trainer in (eager, compiled, trained)]
+        comparisons.append(compare(results, BOUNDS[backend]))
+        say_step(step + 1, comparisons[-1])
+    say()
+    return all(comparison.equal for comparison in comparisons)
+
+
+def main() -> int:
+    """Runs the demo; returns the exit status, the same on every rank."""
+    parser = argparse.ArgumentParser(prog="graphshard.demo", description="eager FSDP2 and graphshard, step by step")
+    parser.add_argument("--backend", choices=["aot_eager", "inductor", "both"], default="both")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps before the checkpoint, at least 2")
+    args = parser.parse_args()
+    if args.steps < 2:
+        parser.error(f"--steps: got {args.steps}, want at least 2: the first one compiles, the others are timed")
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        world_size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (world_size,))
+        config = ModelConfig()
+        batches = Batches(dist.get_rank(), world_size, BATCH_SIZE, config.max_seq_len)
+        numel = sum(parameter.numel() for parameter in Decoder(config).parameters())
+        say(f"graphshard demo: torch {torch.__version__}, {world_size} ranks on CPU (gloo)")
+        say(f"decoder of {numel / 1e6:.1f} M parameters in {config.n_layers + 1} units, AdamW, gradients clipped")
+        say(f"{MICROBATCHES} microbatches of {BATCH_SIZE} x {config.max_seq_len} bytes per rank and step")
+        say("text: pydoc_data.topics, the Python reference")
+        backends = ["aot_eager", "inductor"] if args.backend == "both" else [args.backend]
+        equal = [train_side_by_side(backend, args.steps, mesh, batches) for backend in backends]
+        say(f"\n{'all equal' if all(equal) else 'NOT EQUAL, see above'}: {', '.join(backends)} against eager FSDP2")
+        return 0 if all(equal) else 1
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The engine of one compiled model: its shards, the way it runs now, and what happened so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard import capture, fsdp2
+from graphshard.backend import make_backend
+from graphshard.casts import cast_hooks
+from graphshard.compat import backward_id, call_at_end_of_backward, dispatch_mode_active, module_call
+from graphshard.errors import UnsupportedModel
+from graphshard.region import Region
+from graphshard.report import ProgramRecord, Report
+from graphshard.shards import EagerUnshard, Shard
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is compiled: the arguments of `graphshard.compile` that matter after sharding."""
+
+    backend: str = "inductor"
+    regions: str = "model"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    strict: bool = False
+
+
+class Engine:
+    """Runs an annotated model compiled, or hands it to FSDP2's own hooks.
+
+    Args:
+        model: annotated by `fully_shard`.
+        options: how to compile it.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model = model
+        self.options = options
+        self.report = Report()
+        self.running = False
+        self.regions: list[Region] = []
+        self.shard_at: dict[int, Shard] = {}
+        self._compiled = True  # False: FSDP2's hooks run the model
+        self._shards: list[Shard] = []
+        self._gathered: dict[tuple[int, bool], Tensor] = {}
+        self._backward_id = -1
+        self._entries: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._backend = make_backend(self, options.backend)
+        self._units = fsdp2.find_units(model)
+        self._hooks = fsdp2.ForwardHooks(model, cast_hooks)
+        if not self._falls_back():
+            self._mark_classes()
+            self._hooks.detach()
+
+    # -- set-up
+
+    def _mark_classes(self) -> None:
+        names: dict[int, set[str]] = {}
+        modules: dict[int, nn.Module] = {id(m): m for m in fsdp2.unit_modules(self.model)}
+        for unit in self._units:
+            for param in unit.params:
+                for module, name in param.owners:
+                    modules[id(module)] = module
+                    names.setdefault(id(module), set()).add(name)
+        for key, module in modules.items():
+            module.__dict__[capture.ENGINE] = self
+            module.__dict__[capture.SHARDS] = {}
+            module.__class__ = capture.marked_class(type(module), tuple(sorted(names.get(key, ()))))
+        inner = {id(m) for m in fsdp2.unit_modules(self.model)}
+        # With a region per unit, a module that contains units is plain Python around them.
+        self._outer = {
+            key
+            for key, module in modules.items()
+            if any(id(child) in inner for child in module.modules() if child is not module)
+        }
+
+    def _falls_back(self) -> bool:
+        """Whether something that is not compiled leaves the model to FSDP2; said once, an error if `strict`."""
+        reasons = [(unit.name, why) for unit in self._units if (why := unit.unsupported()) is not None]
+        reasons += [
+            (param.owners[0][1], why)
+            for unit in self._units
+            for param in unit.params
+            if (why := param.unsupported()) is not None
+        ]
+        for unit in self._units:
+            if (ignored := unit.ignored()) is not None:
+                self.report.say_once(f"{ignored} is ignored")
+        if not reasons:
+            return False
+        where, why = reasons[0]
+        line = f"unit '{where or 'root'}' uses {why}, which is not compiled yet: the model runs in eager FSDP2"
+        if self.options.strict:
+            raise UnsupportedModel(f"{line}; got strict=True")
+        self.report.say_once(line)
+        return True
+
+    def _prepare(self) -> bool:
+        """Makes ready for a forward; False when the model is to run in eager FSDP2."""
+        if not self._shards:
+            fsdp2.lazy_init(self.model)
+            fqns = fsdp2.parameter_names(self.model)
+            for unit in self._units:
+                for index, param in enumerate(unit.params):
+                    self._shards.append(Shard(param, fqns[id(param.parameter)], index, self.report))
+            self._install()
+        elif not all([shard.is_current() for shard in self._shards]):
+            if lost := [shard.fqn for shard in self._shards if shard.held is not None and not shard.is_current()]:
+                raise RuntimeError(
+                    f"{lost[0]}: its parameter was replaced while an unreduced gradient was held; "
+                    "run one backward with set_requires_gradient_sync(True) before"
+                )
+            for shard in self._shards:
+                if not shard.is_current():
+                    shard.renew()
+            self._install()
+        if self._falls_back():
+            self._leave_compiled()
+            return False
+        return True
+
+    def _install(self) -> None:
+        """Puts the leaves where properties and programs find them."""
+        self.shard_at = {shard.leaf.data_ptr(): shard for shard in self._shards}
+        for region in self.regions:
+            region.forget_bindings()
+        for shard in self._shards:
+            for module, name in shard.param.owners:
+                module.__dict__[capture.SHARDS][name] = shard.marker_args()
+
+    # -- calls
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
+        if not self._compiled:
+            return module_call(module, *args, **kwargs)
+        if self.running:
+            return self._enter(module, args, kwargs)
+        if dispatch_mode_active():
+            self.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
+            with self.eager():
+                return module_call(module, *args, **kwargs)
+        if not self._prepare():
+            return module_call(module, *args, **kwargs)
+        self.running = True
+        try:
+            return self._enter(module, args, kwargs)
+        finally:
+            self.running = False
+            self._gathered.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.regions == "unit" and id(module) in self._outer:
+            return module_call(module, *args, **kwargs)
+        cls = type(module)
+        if (entry := self._entries.get(cls)) is None:
+            entry = self._entries[cls] = torch.compile(
+                capture.entry_point(cls),
+                backend=self._backend,
+                fullgraph=self.options.fullgraph,
+                dynamic=self.options.dynamic,
+            )
+        return entry(module, args, kwargs)
+
+    def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
+        """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
+        leaf = module.__dict__[capture.SHARDS][name][0]
+        shard = self.shard_at[leaf.data_ptr()]
+        if (id(shard), torch.is_grad_enabled()) not in self._gathered:
+            self.report.eager_unshards[shard.fqn] += 1
+        return self._gather(shard, None)
+
+    def gather_in_graph(self, leaf: Tensor, record: ProgramRecord) -> Tensor:
+        """Gathers one parameter for a graph that runs uncompiled, once per forward."""
+        return self._gather(self.shard_at[leaf.data_ptr()], record)
+
+    def _gather(self, shard: Shard, record: ProgramRecord | None) -> Tensor:
+        key = (id(shard), torch.is_grad_enabled())
+        if key not in self._gathered:
+            self._gathered[key] = EagerUnshard.apply(shard.leaf, shard, record, self.backward_runs)
+        return self._gathered[key]
+
+    # -- backward
+
+    def backward_runs(self) -> None:
+        """Sees to it that what is held is looked at when the running backward ends."""
+        if (number := backward_id()) != self._backward_id:
+            self._backward_id = number
+            call_at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Reduces what is held for units that synchronize: parameters that this backward did not reach."""
+        self._backward_id = -1
+        for shard in self._shards:
+            if shard.held is not None and shard.unit.reduce_grads:
+                shard.reduce_held()
+
+    # -- engines
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, FSDP2's own hooks run the model.
+
+        Raises:
+            RuntimeError: while unreduced gradients are held, by either engine, at entry or at exit.
+        """
+        if not self._compiled:
+            yield
+            return
+        self._refuse_held("graphshard", [shard.fqn for shard in self._shards if shard.held is not None])
+        self._leave_compiled()
+        try:
+            yield
+        finally:
+            self._return_compiled()
+
+    def _leave_compiled(self) -> None:
+        self._hooks.attach()
+        self._compiled = False
+
+    def _return_compiled(self) -> None:
+        self._hooks.detach()
+        self._compiled = True
+        self._refuse_held("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_unreduced_grads()])
+
+    def _refuse_held(self, holder: str, names: Sequence[str]) -> None:
+        if names:
+            raise RuntimeError(
+                f"graphshard.eager: {holder} holds unreduced gradients of {len(names)} parameters or units ({names[0]}, ...), which the "
+                "other engine cannot reduce. Run one backward with set_requires_gradient_sync(True) before switching"
+            )

@@ -1,0 +1,39 @@
+"""Environment variables, each read in one place and checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def verify_level() -> int:
+    """``GRAPHSHARD_VERIFY``: 0 no checks, 1 (default) structure after every pass, 2 also recomputes every fake value.
+
+    Raises:
+        ValueError: if it is not one of 0, 1 and 2.
+    """
+    raw = os.environ.get("GRAPHSHARD_VERIFY", "1")
+    if raw not in ("0", "1", "2"):
+        raise ValueError(f"GRAPHSHARD_VERIFY: got {raw!r}, want 0, 1 or 2")
+    return int(raw)
+
+
+def dump_dir() -> Path | None:
+    """``GRAPHSHARD_DUMP``: the directory that gets one file per pass and program; unset or empty: no dumps."""
+    raw = os.environ.get("GRAPHSHARD_DUMP", "")
+    return Path(raw) if raw else None
+
+
+def disabled_passes(optional: frozenset[str]) -> frozenset[str]:
+    """``GRAPHSHARD_DISABLE``: names of optional passes to leave out, separated by commas.
+
+    Args:
+        optional: names of the passes that a program can do without.
+
+    Raises:
+        ValueError: for a name that is not an optional pass.
+    """
+    names = frozenset(name.strip() for name in os.environ.get("GRAPHSHARD_DISABLE", "").split(",") if name.strip())
+    if unknown := sorted(names - optional):
+        raise ValueError(f"GRAPHSHARD_DISABLE: got {', '.join(unknown)}, want some of: {', '.join(sorted(optional))}")
+    return names

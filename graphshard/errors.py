@@ -1,0 +1,19 @@
+"""The errors of graphshard. Bad arguments raise `ValueError` or `TypeError`; these are for the rest."""
+
+from __future__ import annotations
+
+
+class UnsupportedModel(RuntimeError):
+    """The model uses something that graphshard cannot compile; the message names the parameter, module or operator."""
+
+
+class VerifyError(RuntimeError):
+    """A pass broke an invariant of the graph: a bug in graphshard, never in the user's model.
+
+    Attributes:
+        invariant: id of the invariant that failed, such as ``"C1"``.
+    """
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"[{invariant}] {message}")
+        self.invariant = invariant

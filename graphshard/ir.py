@@ -1,0 +1,252 @@
+"""What passes work on: an FX graph whose gathers and reductions are markers, then launches and waits.
+
+A launch starts a collective and a wait yields its result; both are `torch.ops._c10d_functional` nodes. What a launch carries is
+kept in its `Collective`, so that no pass, check or dump has to find it again from tensor operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphshard.markers import REDUCE_GRAD, UNSHARD
+
+Direction = Literal["joint", "forward", "backward", "inference"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+_c10d = torch.ops._c10d_functional
+WAIT = _c10d.wait_tensor.default
+LAUNCHES: Mapping[Any, Kind] = {
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_reduce.default: "all_reduce",
+}
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = LAUNCHES
+
+aten = torch.ops.aten
+# Operators whose result may share memory with their first argument.
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.t.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.expand.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.as_strided.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class ParamRef:
+    """One sharded parameter as passes see it: the same on every rank.
+
+    Attributes:
+        fqn: its name in the model (of the first instance, where equal blocks share the region).
+        unit: name of its unit, ``""`` for the root's.
+        index: its position in FSDP2's order inside the unit.
+        size: full shape.
+        shard_numel: elements of the padded shard of one rank.
+        dtype: dtype of the parameter and its gradient.
+    """
+
+    fqn: str
+    unit: str
+    index: int
+    size: tuple[int, ...]
+    shard_numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the run-time state asks of one backward program. Names are those of placeholders.
+
+    Attributes:
+        unreduced: shards whose gradients are handed out unreduced, to be accumulated.
+        held: shards whose earlier, unreduced gradients come as extra arguments, in this order.
+        undefined: tangents that got no gradient, of outputs that the loss does not depend on.
+    """
+
+    unreduced: frozenset[str] = frozenset()
+    held: tuple[str, ...] = ()
+    undefined: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        parts = []
+        if self.unreduced:
+            parts.append(f"unreduced={len(self.unreduced)}")
+        if self.held:
+            parts.append(f"held={len(self.held)}")
+        if self.undefined:
+            parts.append(f"undefined={','.join(sorted(self.undefined))}")
+        return " ".join(parts) or "default"
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may know besides the graph.
+
+    Attributes:
+        direction: which graph this is.
+        params: the sharded parameters by the name of the placeholder that holds their shard.
+        flags: the run-time state that the program is lowered for.
+    """
+
+    direction: Direction
+    params: Mapping[str, ParamRef] = field(default_factory=dict)
+    flags: Flags = Flags()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a bucket: its elements `[offset_numel, offset_numel + shard_numel)` of each rank's part."""
+
+    fqn: str
+    offset_numel: int
+    shard_numel: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one launch carries, kept in ``meta["collective"]`` of the launch node."""
+
+    kind: Kind
+    bucket: str
+    group: str
+    world_size: int
+    dtype: torch.dtype
+    op: str | None
+    members: tuple[Member, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's part: the input of an all-gather, the output of a reduce-scatter."""
+        return sum(member.shard_numel for member in self.members)
+
+
+def is_call(node: object, target: Any) -> TypeGuard[Node]:
+    """Whether `node` is a call of `target`."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target is target
+
+
+def unshards(graph: Graph) -> list[Node]:
+    """All `graphshard::unshard` nodes in graph order."""
+    return [node for node in graph.nodes if is_call(node, UNSHARD)]
+
+
+def reductions(graph: Graph) -> list[Node]:
+    """All `graphshard::reduce_grad` nodes in graph order."""
+    return [node for node in graph.nodes if is_call(node, REDUCE_GRAD)]
+
+
+def launches(graph: Graph) -> list[Node]:
+    """All launches in graph order, the model's own collectives included."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in LAUNCHES]
+
+
+def collective(node: Node) -> Collective | None:
+    """The `Collective` of a launch that graphshard inserted, else None."""
+    found: Collective | None = node.meta.get("collective")
+    return found
+
+
+def shard_placeholder(marker: Node) -> Node:
+    """The placeholder of the shard that a marker reads: its first argument (unshard) or second (reduce_grad)."""
+    node = marker.args[0] if is_call(marker, UNSHARD) else marker.args[1]
+    while isinstance(node, Node) and node.op != "placeholder" and node.target in VIEWS:
+        node = node.args[0]
+    if not isinstance(node, Node) or node.op != "placeholder":
+        raise AssertionError(f"{marker}: its shard comes from {node}, want a placeholder of the graph")
+    return node
+
+
+def output_args(graph: Graph) -> list[Any]:
+    """The flat results of the graph."""
+    results = output_node(graph).args[0]
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def output_node(graph: Graph) -> Node:
+    """The output node."""
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def val(node: Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def fake(args: Any) -> Any:
+    """`args` with every node replaced by its fake value."""
+    return torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+
+
+class Builder:
+    """Adds nodes before one node, with the fake value of each.
+
+    Args:
+        graph: the graph to change.
+        anchor: new nodes go before it.
+        meta: put into the meta of every new node.
+    """
+
+    def __init__(self, graph: Graph, anchor: Node, **meta: Any) -> None:
+        self._graph = graph
+        self.anchor = anchor
+        self.meta = meta
+
+    def call(self, target: Callable[..., Any], *args: Any, **meta: Any) -> Node:
+        """Adds `target(*args)`."""
+        with self._graph.inserting_before(self.anchor):
+            node = self._graph.call_function(target, args)
+        fake_args = fake(args)
+        modes = [x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")]
+        if not modes:
+            raise AssertionError(f"{node}: no argument has a fake value")
+        with modes[0], torch.no_grad():
+            node.meta["val"] = target(*fake_args)
+        node.meta.update(self.meta, **meta)
+        return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """`node` in `dtype`; itself where it has it."""
+        return node if val(node).dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def reshape(self, node: Node, shape: Sequence[int]) -> Node:
+        """`node` in `shape` (one dim may be -1); itself where it has it."""
+        return node if tuple(val(node).shape) == tuple(shape) else self.call(aten.reshape.default, node, list(shape))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def ancestors(node: Node) -> set[Node]:
+    """Every node that `node` depends on, itself included."""
+    seen = {node}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return seen

@@ -1,0 +1,91 @@
+"""What happened, for users who ask afterwards: programs, their collectives and their cost, and everything that is not compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+log = logging.getLogger("graphshard")
+
+
+@dataclass
+class ProgramRecord:
+    """One lowered program.
+
+    Attributes:
+        region: number of the region it was lowered from.
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``.
+        flags: the run-time state that it serves.
+        runs: how often it ran.
+        collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
+        passes_s: seconds in graphshard's passes.
+        compile_s: seconds in the compiler behind them.
+    """
+
+    region: int
+    direction: str
+    flags: str
+    collectives: dict[str, int]
+    passes_s: float
+    compile_s: float
+    runs: int = 0
+
+
+@dataclass
+class Report:
+    """What a compiled model did so far. Ask for it with `graphshard.report(model)`.
+
+    Attributes:
+        programs: every program lowered so far.
+        regions: number of regions that Dynamo captured.
+        eager_unshards: FQN -> gathers made one by one, outside a program.
+        eager_reductions: FQN -> reductions made one by one, outside a program.
+        fallbacks: one line for each thing that is not compiled or that is ignored, by name.
+        joint_passes_s: seconds in passes on joint graphs, all regions.
+    """
+
+    programs: list[ProgramRecord] = field(default_factory=list)
+    regions: int = 0
+    eager_unshards: Counter[str] = field(default_factory=Counter)
+    eager_reductions: Counter[str] = field(default_factory=Counter)
+    fallbacks: list[str] = field(default_factory=list)
+    joint_passes_s: float = 0.0
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """Launches so far, by kind."""
+        total: Counter[str] = Counter()
+        for program in self.programs:
+            for kind, count in program.collectives.items():
+                total[kind] += count * program.runs
+        total["all_gather"] += self.eager_unshards.total()
+        total["reduce_scatter"] += self.eager_reductions.total()
+        return dict(total)
+
+    def reset_counts(self) -> None:
+        """Sets the counters of runs to zero."""
+        for program in self.programs:
+            program.runs = 0
+        self.eager_unshards.clear()
+        self.eager_reductions.clear()
+
+    def say_once(self, line: str) -> None:
+        """Logs a warning the first time, and keeps it in `fallbacks`."""
+        if line not in self.fallbacks:
+            self.fallbacks.append(line)
+            log.warning("graphshard: %s", line)
+
+    def __str__(self) -> str:
+        lines = [f"{self.regions} regions, {len(self.programs)} programs"]
+        for p in self.programs:
+            counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
+            lines.append(
+                f"  region {p.region} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
+                f"passes {p.passes_s * 1e3:.0f} ms, compile {p.compile_s:.1f} s"
+            )
+        if self.eager_unshards:
+            lines.append(f"  gathered outside programs: {dict(self.eager_unshards)}")
+        if self.eager_reductions:
+            lines.append(f"  reduced outside programs: {dict(self.eager_reductions)}")
+        return "\n".join(lines + [f"  {line}" for line in self.fallbacks])

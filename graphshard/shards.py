@@ -1,0 +1,137 @@
+"""Leaves: plain tensors that stand for sharded parameters while a model runs compiled.
+
+A leaf shares storage with FSDP2's padded flat shard, so it has one size on all ranks and optimizer steps show in it. Autograd puts a
+reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A leaf also holds what gradient accumulation has not reduced yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.compat import keep_static
+from graphshard.fsdp2 import ShardedParam
+from graphshard.ir import ParamRef
+from graphshard.markers import REDUCE_GRAD
+from graphshard.report import ProgramRecord, Report
+
+
+class Shard:
+    """One sharded parameter of a compiled model.
+
+    Attributes:
+        leaf: flat padded shard `[N]`, a leaf of autograd.
+        held: accumulated gradient that is not reduced yet, full size, in the unit's reduce dtype; or None.
+    """
+
+    def __init__(self, param: ShardedParam, fqn: str, index: int, report: Report) -> None:
+        self.param = param
+        self.unit = param.unit
+        self.fqn = fqn
+        self.index = index
+        self.report = report
+        self.held: Tensor | None = None
+        self._source = param.flat_shard
+        self.leaf = self._make_leaf()
+
+    def _make_leaf(self) -> Tensor:
+        self._source = self.param.flat_shard
+        trainable = self.param.parameter.requires_grad
+        leaf = self._source.detach().requires_grad_(trainable)
+        keep_static(leaf)
+        if trainable:
+            leaf.register_post_accumulate_grad_hook(self._take_grad)
+        return leaf
+
+    def _take_grad(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:  # None: the program left this gradient unreduced, or none flowed
+            self.param.deliver_grad(grad)
+
+    def is_current(self) -> bool:
+        """Whether the leaf still stands for what FSDP2 holds: not after `to(dtype)`, `requires_grad_` or `load_state_dict(assign=True)`."""
+        return self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad
+
+    def renew(self) -> None:
+        """Makes a new leaf for what FSDP2 holds now."""
+        self.leaf = self._make_leaf()
+
+    def marker_args(self) -> tuple[Any, ...]:
+        """Arguments of `graphshard::unshard` for this parameter."""
+        param, unit = self.param, self.unit
+        return (
+            self.leaf,
+            param.size,
+            param.param_dtype,
+            param.reduce_dtype,
+            unit.world_size,
+            unit.group_name,
+            unit.reshard_after_forward,
+        )
+
+    def ref(self) -> ParamRef:
+        """What passes may know of this parameter."""
+        return ParamRef(
+            self.fqn, self.unit.name, self.index, self.param.size, self.leaf.numel(), self.param.parameter.dtype
+        )
+
+    def hold(self, grad: Tensor, shared: bool) -> None:
+        """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place.
+
+        Args:
+            grad: full gradient.
+            shared: whether something else may hold memory of `grad`.
+        """
+        if self.held is None:
+            held = grad.to(self.param.reduce_dtype)
+            self.held = held.clone() if held is grad and shared else held
+        else:
+            self.held += grad
+
+    def reduce(self, grad: Tensor) -> Tensor:
+        """Reduces a full gradient by a collective of its own; returns the flat shard `[N]`."""
+        unit = self.unit
+        flat: Tensor = REDUCE_GRAD(grad, self.leaf.detach(), self.param.reduce_dtype, unit.world_size, unit.group_name)
+        return flat
+
+    def reduce_held(self) -> None:
+        """Reduces what is held and puts it on the parameter."""
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.report.eager_reductions[self.fqn] += 1
+            self.param.deliver_grad(self.reduce(held))
+
+
+class EagerUnshard(torch.autograd.Function):
+    """A gather outside any program, whose backward follows the run-time flags like a program does.
+
+    `record` counts its reductions; None: they count as reductions outside programs. `backward_runs` is called by backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: Tensor, shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]
+    ) -> Tensor:
+        ctx.state = (shard, record, backward_runs)
+        full: Tensor = torch.ops.graphshard.unshard(*shard.marker_args())
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shard, record, backward_runs = ctx.state
+        (grad,) = grads
+        backward_runs()
+        nothing = (None, None, None)
+        if not shard.unit.reduce_grads:
+            shard.hold(grad, shared=True)
+            return None, *nothing
+        total = grad if shard.held is None else shard.held + grad
+        shard.held = None
+        if record is not None:
+            record.runs += 1
+        else:
+            shard.report.eager_reductions[shard.fqn] += 1
+        return shard.reduce(total), *nothing

@@ -1,0 +1,89 @@
+"""Units found from the structure of a model: repeated blocks, never names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The modules that are sharded as units of their own, outermost repeated blocks; what is left belongs to the root.
+
+    A block is repeated when a container (`ModuleList`, `Sequential`, `ModuleDict`) holds at least two children of its class with equal
+    parameter shapes, dtypes and `requires_grad`. A block that shares a parameter with the rest of the model stays with the root: two
+    units cannot own one parameter.
+    """
+    units: list[nn.Module] = []
+    outside = _owner_counts(model)
+    _collect(model, outside, units, set())
+    return units
+
+
+def _collect(module: nn.Module, owners: dict[int, int], units: list[nn.Module], seen: set[int]) -> None:
+    repeated: set[int] = set()
+    if isinstance(module, _CONTAINERS):
+        kinds: dict[object, list[nn.Module]] = defaultdict(list)
+        for child in module.children():  # a child registered twice counts once
+            if (kind := _kind(child)) is not None:
+                kinds[kind].append(child)
+        repeated = {id(child) for siblings in kinds.values() if len(siblings) > 1 for child in siblings}
+    for child in module.children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if id(child) in repeated and _is_closed(child, owners):
+            units.append(child)
+        else:
+            _collect(child, owners, units, seen)
+
+
+def _kind(module: nn.Module) -> object:
+    """What makes two siblings equal blocks; None without parameters."""
+    shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
+    return (type(module), shapes) if shapes else None
+
+
+def _owner_counts(module: nn.Module) -> dict[int, int]:
+    """How many (module, name) places hold each parameter."""
+    counts: dict[int, int] = defaultdict(int)
+    for submodule in module.modules():
+        for _, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            counts[id(param)] += 1
+    return counts
+
+
+def _is_closed(module: nn.Module, owners: dict[int, int]) -> bool:
+    """Whether nothing outside `module` holds one of its parameters."""
+    return all(count == owners[key] for key, count in _owner_counts(module).items())
+
+
+def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
+    """Modules for the `units` argument of `compile`: None finds them; else FQNs, classes or the modules themselves.
+
+    Raises:
+        ValueError: for an FQN or a module that the model does not have, or a class that it has no module of.
+        TypeError: for anything else.
+    """
+    if units is None:
+        return find_units(model)
+    modules = dict(model.named_modules())
+    chosen: dict[int, nn.Module] = {}
+    for unit in units:
+        if isinstance(unit, str):
+            found = [modules[unit]] if unit in modules else []
+        elif isinstance(unit, type) and issubclass(unit, nn.Module):
+            found = [module for module in modules.values() if isinstance(module, unit)]
+        elif isinstance(unit, nn.Module):
+            found = [module for module in modules.values() if module is unit]
+        else:
+            raise TypeError(f"compile: units: got {unit!r}, want FQNs, module classes or modules")
+        if not found:
+            raise ValueError(f"compile: units: got {unit!r}, want modules of {type(model).__name__}; see named_modules()")
+        chosen.update((id(module), module) for module in found if module is not model)
+    order = {id(module): i for i, module in enumerate(modules.values())}
+    # Inner units first: fully_shard takes what no earlier call has taken.
+    return sorted(chosen.values(), key=lambda module: -order[id(module)])

@@ -1,0 +1,58 @@
+"""THE PAGE: every pass of graphshard, in the order in which they run.
+
+    Dynamo graph -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or run as it is
+                                                           inference        -> PROGRAM
+
+A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to do), `apply(graph,
+edit)` does what the edit says. The driver copies the graph, verifies after each pass, times, dumps and recompiles once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphshard.passes import (
+    apply_flags,
+    assign_buckets,
+    fold_unshards,
+    insert_collectives,
+    order_launches,
+    tag_reshard,
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step of the pipeline.
+
+    Attributes:
+        name: for logs, dumps and ``GRAPHSHARD_DISABLE``.
+        decide: reads the graph and the context, returns a frozen, printable edit.
+        apply: changes the graph as the edit says.
+        optional: whether a program is right without it.
+        changes_signature: whether it may change placeholders and results.
+        permutes: whether it does nothing but reorder nodes.
+    """
+
+    name: str
+    decide: Callable[..., Any]
+    apply: Callable[..., None]
+    optional: bool = False
+    changes_signature: bool = False
+    permutes: bool = False
+
+
+JOINT = (
+    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
+    Pass("tag_reshard", tag_reshard.decide, tag_reshard.apply),
+)
+
+PROGRAM = (
+    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
+    Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
+    Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
+    Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),
+    Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True),
+)
