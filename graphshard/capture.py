@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from graphshard.compat import module_call
+from graphshard.compat import inline_only, module_call
 
 # On the instance: {parameter name: arguments of graphshard::unshard}, and the engine that runs it.
 SHARDS = "_graphshard_shards"
@@ -54,9 +54,10 @@ def _parameter_property(name: str) -> property:
         engine: Engine = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
-    return property(read)
+    return property(inline_only(read))
 
 
+@inline_only
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return module_call(self, *args, **kwargs)
@@ -65,9 +66,10 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 # An RNN keeps its parameters in a list too, which no property would see.
+@inline_only
 def _read_flat_weights(self: Any) -> Any:
-    if self.__dict__[ENGINE].running:
-        return [getattr(self, name) for name in self._flat_weights_names]
+    if torch.compiler.is_compiling() or self.__dict__[ENGINE].running:
+        return list(map(self.__getattribute__, self._flat_weights_names))
     return self.__dict__["_flat_weights"]
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
@@ -22,6 +24,8 @@ from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
+
+F = TypeVar("F", bound=FunctionType)
 
 SUPPORTED = ((2, 11), (2, 15))
 
@@ -71,6 +75,12 @@ def backward_id() -> int:
 def keeps_graph() -> bool:
     """Whether the running backward pass was asked to keep its graph (retain_graph or create_graph)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def inline_only(function: F) -> F:
+    """Lets Dynamo inline `function` in a trace, but never capture its frame by itself: each call outside a trace is plain Python."""
+    skip_code(function.__code__)
+    return function
 
 
 def keep_static(tensor: Tensor) -> None:

@@ -48,6 +48,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         self._compiled = True  # False: FSDP2's hooks run the model
         self._shards: list[Shard] = []
+        self._reshard: list[bool] = []
         self._gathered: dict[tuple[int, bool], Tensor] = {}
         self._backward_id = -1
         self._entries: dict[type[nn.Module], Callable[..., Any]] = {}
@@ -110,7 +111,7 @@ class Engine:
                 for index, param in enumerate(unit.params):
                     self._shards.append(Shard(param, fqns[id(param.parameter)], index, self.report))
             self._install()
-        elif not all([shard.is_current() for shard in self._shards]):
+        elif self._reshard != self._reshard_settings() or not all([shard.is_current() for shard in self._shards]):
             if lost := [shard.fqn for shard in self._shards if shard.held is not None and not shard.is_current()]:
                 raise RuntimeError(
                     f"{lost[0]}: its parameter was replaced while an unreduced gradient was held; "
@@ -127,6 +128,7 @@ class Engine:
 
     def _install(self) -> None:
         """Puts the leaves where properties and programs find them."""
+        self._reshard = self._reshard_settings()
         self.shard_at = {shard.leaf.data_ptr(): shard for shard in self._shards}
         for region in self.regions:
             region.forget_bindings()
@@ -134,8 +136,12 @@ class Engine:
             for module, name in shard.param.owners:
                 module.__dict__[capture.SHARDS][name] = shard.marker_args()
 
+    def _reshard_settings(self) -> list[bool]:
+        return [unit.reshard_after_forward for unit in self._units]
+
     # -- calls
 
+    @torch.compiler.disable
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
         if not self._compiled:
@@ -168,6 +174,7 @@ class Engine:
             )
         return entry(module, args, kwargs)
 
+    @torch.compiler.disable
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf = module.__dict__[capture.SHARDS][name][0]

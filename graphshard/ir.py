@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 
 Direction = Literal["joint", "forward", "backward", "inference"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -163,6 +163,13 @@ def collective(node: Node) -> Collective | None:
     """The `Collective` of a launch that graphshard inserted, else None."""
     found: Collective | None = node.meta.get("collective")
     return found
+
+
+def spec_of(marker: Node) -> ShardSpec:
+    """The spec of a marker."""
+    text = marker.args[-1]
+    assert isinstance(text, str), marker
+    return ShardSpec.parse(text)
 
 
 def shard_placeholder(marker: Node) -> Node:

@@ -4,6 +4,8 @@
 Dynamo and AOTAutograd trace both as single opaque nodes, so that passes know which shard every gather and every gradient belongs
 to. The shard is the identity: no name or index is a constant in the trace, and one traced region serves equal blocks.
 
+All else about a marker is one string, its `ShardSpec`. Dynamo guards it by one comparison, and never makes its numbers symbolic.
+
 The operators run as they are, too, one parameter at a time: that is the meaning a lowered program must keep.
 """
 
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +22,54 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphshard.compat import resolve_process_group
+
 _LIBRARY = torch.library.Library("graphshard", "DEF")
-_LIBRARY.define(
-    "unshard(Tensor shard, SymInt[] size, ScalarType dtype, ScalarType reduce_dtype, int world_size, str group, bool reshard) -> Tensor"
-)
-_LIBRARY.define(
-    "reduce_grad(Tensor grad, Tensor shard, ScalarType reduce_dtype, int world_size, str group) -> Tensor"
-)
+_LIBRARY.define("unshard(Tensor shard, str spec) -> Tensor")
+_LIBRARY.define("reduce_grad(Tensor grad, Tensor shard, str spec) -> Tensor")
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a parameter is sharded: everything about a marker that is not a tensor.
+
+    Attributes:
+        size: full shape of the parameter.
+        dtype: of the gathered parameter.
+        reduce_dtype: in which gradients are reduced.
+        world_size: number of shards.
+        group: name of the process group.
+        reshard: whether the gathered parameter is freed after forward.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    world_size: int
+    group: str
+    reshard: bool
+
+    def __str__(self) -> str:
+        """As markers carry it: ``bfloat16 1024x256|reduce float32|2 of 0|reshard``."""
+        dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.reduce_dtype))
+        size = "x".join(map(str, self.size))
+        return f"{dtype} {size}|reduce {reduce_dtype}|{self.world_size} of {self.group}|{'reshard' if self.reshard else 'keep'}"
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> ShardSpec:
+        """The inverse of `str`."""
+        param, reduce_dtype, group, reshard = text.split("|")
+        dtype, size = param.split(" ")
+        world_size, _, name = group.split(" ", 2)
+        return ShardSpec(
+            tuple(int(numel) for numel in size.split("x")),
+            getattr(torch, dtype),
+            getattr(torch, reduce_dtype.removeprefix("reduce ")),
+            int(world_size),
+            name,
+            reshard == "reshard",
+        )
 
 
 class ReduceOps(NamedTuple):
@@ -46,7 +91,8 @@ def reduce_ops(reduce_dtype: torch.dtype, world_size: int) -> ReduceOps:
     predivide = 1
     while world_size % predivide == 0 and world_size / predivide > predivide:
         predivide *= 2
-    return ReduceOps(float(predivide), "sum", world_size / predivide)
+    postdivide = world_size / predivide
+    return ReduceOps(float(predivide) if predivide > 1 else None, "sum", postdivide if postdivide > 1 else None)
 
 
 def padded_shape(size: Sequence[int], world_size: int) -> tuple[int, ...]:
@@ -54,45 +100,33 @@ def padded_shape(size: Sequence[int], world_size: int) -> tuple[int, ...]:
     return (math.ceil(size[0] / world_size) * world_size, *size[1:])
 
 
-def _unshard(
-    shard: Tensor,
-    size: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    reshard: bool,
-) -> Tensor:
-    """`shard`: flat padded `[N]`, any dtype; returns a fresh contiguous tensor of `size` and `dtype`."""
-    local = shard.to(dtype)
-    if world_size == 1:
-        return local.view(size).clone() if local is shard else local.view(size)
-    full = local.new_empty(local.numel() * world_size)
-    dist.all_gather_into_tensor(full, local, group=_process_group(group))
-    full = full.view(padded_shape(size, world_size))
-    return full if full.shape[0] == size[0] else full[: size[0]].clone()
+def _unshard(shard: Tensor, spec: str) -> Tensor:
+    """`shard`: flat padded `[N]`, any dtype; returns a fresh contiguous tensor of the spec's size and dtype."""
+    to = ShardSpec.parse(spec)
+    local = shard.to(to.dtype)
+    if to.world_size == 1:
+        return local.view(to.size).clone() if local is shard else local.view(to.size)
+    full = local.new_empty(local.numel() * to.world_size)
+    dist.all_gather_into_tensor(full, local, group=resolve_process_group(to.group))
+    full = full.view(padded_shape(to.size, to.world_size))
+    return full if full.shape[0] == to.size[0] else full[: to.size[0]].clone()
 
 
-def _reduce_grad(grad: Tensor, shard: Tensor, reduce_dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+def _reduce_grad(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
     """`grad`: full gradient; `shard` says whose it is, and its dtype and length `[N]`; returns the averaged shard `[N]`."""
-    ops = reduce_ops(reduce_dtype, world_size)
-    flat = grad.to(reduce_dtype).reshape(-1)
-    flat = F.pad(flat, (0, shard.numel() * world_size - flat.numel()))
-    flat = flat / ops.predivide if ops.predivide not in (None, 1.0) else flat
-    if world_size > 1:
+    of = ShardSpec.parse(spec)
+    ops = reduce_ops(of.reduce_dtype, of.world_size)
+    flat = grad.to(of.reduce_dtype).reshape(-1)
+    flat = F.pad(flat, (0, shard.numel() * of.world_size - flat.numel()))
+    flat = flat if ops.predivide is None else flat / ops.predivide
+    if of.world_size > 1:
         op = dist.ReduceOp.AVG if ops.op == "avg" else dist.ReduceOp.SUM
         reduced = flat.new_empty(shard.numel())
-        dist.reduce_scatter_tensor(reduced, flat, op=op, group=_process_group(group))
+        dist.reduce_scatter_tensor(reduced, flat, op=op, group=resolve_process_group(of.group))
     else:
         reduced = flat.clone()
-    reduced = reduced / ops.postdivide if ops.postdivide not in (None, 1.0) else reduced
+    reduced = reduced if ops.postdivide is None else reduced / ops.postdivide
     return reduced.to(shard.dtype)
-
-
-def _process_group(name: str) -> dist.ProcessGroup:
-    from graphshard.compat import resolve_process_group
-
-    return resolve_process_group(name)
 
 
 # CompositeExplicitAutograd: a CompositeImplicit body would be decomposed while tracing.
@@ -104,23 +138,23 @@ REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default
 
 
 @torch.library.register_fake("graphshard::unshard", lib=_LIBRARY)
-def _unshard_fake(shard: Tensor, size: Sequence[int], dtype: torch.dtype, *_: Any) -> Tensor:
-    return shard.new_empty(size, dtype=dtype)
+def _unshard_fake(shard: Tensor, spec: str) -> Tensor:
+    to = ShardSpec.parse(spec)
+    return shard.new_empty(to.size, dtype=to.dtype)
 
 
 @torch.library.register_fake("graphshard::reduce_grad", lib=_LIBRARY)
-def _reduce_grad_fake(grad: Tensor, shard: Tensor, *_: Any) -> Tensor:
+def _reduce_grad_fake(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
     return torch.empty_like(shard)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, _, _, reduce_dtype, world_size, group, _ = inputs
+    shard, ctx.spec = inputs
     ctx.save_for_backward(shard)
-    ctx.reduction = (reduce_dtype, world_size, group)
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (REDUCE_GRAD(grad, ctx.saved_tensors[0], *ctx.reduction), None, None, None, None, None, None)
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return REDUCE_GRAD(grad, ctx.saved_tensors[0], ctx.spec), None
 
 
 def _refuse_double_backward(ctx: Any, grad: Tensor) -> Any:

@@ -19,8 +19,17 @@ from torch.fx import GraphModule
 from graphshard import driver
 from graphshard.compat import CompileState, compiled_function_node, keeps_graph
 from graphshard.errors import UnsupportedModel
-from graphshard.ir import Direction, Flags, PassContext, launches, output_args, reductions, shard_placeholder, unshards
-from graphshard.ir import LAUNCHES as LAUNCH_KINDS
+from graphshard.ir import (
+    LAUNCHES,
+    Direction,
+    Flags,
+    PassContext,
+    launches,
+    output_args,
+    reductions,
+    shard_placeholder,
+    unshards,
+)
 from graphshard.passes.apply_flags import dead_outputs, is_tangent
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
@@ -40,15 +49,17 @@ class Engine(Protocol):
         """Is told that a backward program runs."""
 
 
-@dataclass(frozen=True)
 class Binding:
     """The shards that one call of a region brings, in slot order, and their grouping into units.
 
     Equal blocks share a region; `grouping` says whether they also share a program: (ordinal of the unit, index in it) per slot.
     """
 
-    shards: tuple[Shard, ...]
-    grouping: tuple[tuple[int, int], ...]
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        ordinals: dict[int, int] = {}
+        self.shards = shards
+        self.grouping = tuple((ordinals.setdefault(id(shard.unit), len(ordinals)), shard.index) for shard in shards)
+        self.units = list({id(shard.unit): shard.unit for shard in shards}.values())
 
 
 @dataclass
@@ -57,6 +68,8 @@ class MarkedGraph:
 
     Attributes:
         slots: (placeholder of a shard, its position among the arguments), in argument order.
+        reduced: (slot, position among the results) of each reduced gradient.
+        tangents: placeholders of the gradients of outputs.
         kwargs: what the compiler gave along.
     """
 
@@ -64,6 +77,8 @@ class MarkedGraph:
     gm: GraphModule
     inputs: list[Any]
     slots: list[tuple[str, int]]
+    reduced: list[tuple[int, int]]
+    tangents: list[str]
     kwargs: dict[str, Any]
     state: CompileState
 
@@ -106,7 +121,7 @@ class Region:
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self._bindings: dict[tuple[str, tuple[int, ...]], Binding] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._backward: MarkedGraph | None = None
+        self._dead: dict[frozenset[str], tuple[int, ...]] = {}
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
     def forget_bindings(self) -> None:
@@ -117,16 +132,25 @@ class Region:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
+        slots = self._slots(gm, direction)
+        slot_of = {name: slot for slot, (name, _) in enumerate(slots)}
+        owners = {node: slot_of[shard_placeholder(node).name] for node in reductions(gm.graph)}
         graph = MarkedGraph(
-            direction, gm, list(inputs), self._slots(gm, direction), kwargs, CompileState.capture(self._patches)
+            direction,
+            gm,
+            list(inputs),
+            slots,
+            [(owners[result], i) for i, result in enumerate(output_args(gm.graph)) if result in owners],
+            [node.name for node in gm.graph.nodes if is_tangent(node)],
+            kwargs,
+            CompileState.capture(self._patches),
         )
         if direction == "backward":
             # Lowered when it first runs: only then it is known what the flags ask for.
-            self._backward = graph
             return _boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         shards = tuple(self._positions[position] for _, position in graph.slots)
-        self._program(graph, _bind(shards), Flags(), late=False)
+        self._program(graph, Binding(shards), Flags(), late=False)
         return _boxed(lambda args: self._run_forward(graph, args))
 
     def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
@@ -166,7 +190,7 @@ class Region:
                 run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
         else:
             run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
-        counts = Counter(LAUNCH_KINDS[node.target] for node in launches(lowered.gm.graph))
+        counts = Counter(LAUNCHES[node.target] for node in launches(lowered.gm.graph))
         record = ProgramRecord(
             self.number, graph.direction, str(flags), dict(counts), lowered.passes_s, time.perf_counter() - start
         )
@@ -195,7 +219,7 @@ class Region:
         addresses = tuple(args[position].data_ptr() for _, position in graph.slots)
         key = (graph.direction, addresses)
         if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = _bind(tuple(self.engine.shard_at[address] for address in addresses))
+            binding = self._bindings[key] = Binding(tuple(self.engine.shard_at[address] for address in addresses))
         return binding
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
@@ -205,47 +229,55 @@ class Region:
 
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
-        undefined = self._undefined(graph)
-        dead = dead_outputs(graph.gm.graph, undefined) if undefined else ()
-        by_name = {name: shard for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-        reduced = {
-            shard_placeholder(result).name: position
-            for position, result in enumerate(output_args(graph.gm.graph))
-            if result in set(reductions(graph.gm.graph)) and position not in dead
-        }
-        unreduced = frozenset(name for name in reduced if not by_name[name].unit.reduce_grads)
-        held = tuple(name for name in reduced if name not in unreduced and by_name[name].held is not None)
-        flags = Flags(unreduced, held, undefined if dead else frozenset())
-        program = self._program(graph, binding, flags)
         self.engine.backward_runs()
-        addresses = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)} if unreduced else set()
-        results = list(program.run([*args, *(by_name[name].held for name in held)]))
+        unreduced: dict[Shard, int] = {}  # -> position among the results
+        held: dict[Shard, str] = {}  # -> placeholder of the shard
+        dead = self._dead_outputs(graph)
+        if not all(unit.reduce_grads for unit in binding.units) or any(shard.held is not None for shard in binding.shards):
+            for slot, position in graph.reduced:
+                shard = binding.shards[slot]
+                if position not in dead and not shard.unit.reduce_grads:
+                    unreduced[shard] = position
+                elif position not in dead and shard.held is not None:
+                    held[shard] = graph.slots[slot][0]
+        flags = Flags(
+            frozenset(name for slot, (name, _) in enumerate(graph.slots) if binding.shards[slot] in unreduced),
+            tuple(held.values()),
+            self._undefined(graph) if dead else frozenset(),
+        )
+        program = self._program(graph, binding, flags)
+        shared = _storages(args) if unreduced else set()
+        results = list(program.run([*args, *(shard.held for shard in held)]))
         args.clear()
         program.record.runs += 1
-        for name in held:
-            by_name[name].held = None
-        for name in unreduced:
-            grad = results[reduced[name]]
-            address = grad.untyped_storage().data_ptr()
-            by_name[name].hold(grad, shared=address in addresses)
-            addresses.add(address)
-            results[reduced[name]] = None
+        for shard in held:
+            shard.held = None
+        for shard, position in unreduced.items():
+            grad, results[position] = results[position], None
+            shard.hold(grad, shared=not shared.isdisjoint(_storages([grad])))
+            shared |= _storages([grad])
         return results
 
     def _undefined(self, graph: MarkedGraph) -> frozenset[str]:
         """Tangents without a gradient in this call."""
-        undefined: list[bool] = self._local.__dict__.pop("undefined", [])
-        tangents = [node.name for node in graph.gm.graph.nodes if is_tangent(node)]
+        missing: list[bool] = self._local.__dict__.get("undefined", [])
         # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes stay zeros.
-        if not any(undefined) or len(undefined) != len(tangents):
+        if not any(missing) or len(missing) != len(graph.tangents):
             return frozenset()
-        return frozenset(name for name, missing in zip(tangents, undefined, strict=True) if missing)
+        return frozenset(name for name, absent in zip(graph.tangents, missing, strict=True) if absent)
+
+    def _dead_outputs(self, graph: MarkedGraph) -> tuple[int, ...]:
+        """Positions of results that get no gradient in this call."""
+        if not (undefined := self._undefined(graph)):
+            return ()
+        if undefined not in self._dead:
+            self._dead[undefined] = dead_outputs(graph.gm.graph, undefined)
+        return self._dead[undefined]
 
 
-def _bind(shards: tuple[Shard, ...]) -> Binding:
-    ordinals: dict[int, int] = {}
-    grouping = tuple((ordinals.setdefault(id(shard.unit), len(ordinals)), shard.index) for shard in shards)
-    return Binding(shards, grouping)
+def _storages(values: Sequence[Any]) -> set[int]:
+    """Addresses of the memory behind tensors."""
+    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
 
 
 def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphshard.compat import keep_static
 from graphshard.fsdp2 import ShardedParam
 from graphshard.ir import ParamRef
-from graphshard.markers import REDUCE_GRAD
+from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 from graphshard.report import ProgramRecord, Report
 
 
@@ -59,11 +59,14 @@ class Shard:
         """Makes a new leaf for what FSDP2 holds now."""
         self.leaf = self._make_leaf()
 
-    def marker_args(self) -> tuple[Any, ...]:
+    def marker_args(self) -> tuple[Tensor, str]:
         """Arguments of `graphshard::unshard` for this parameter."""
+        return self.leaf, str(self.spec())
+
+    def spec(self) -> ShardSpec:
+        """How this parameter is sharded, as FSDP2's settings stand now."""
         param, unit = self.param, self.unit
-        return (
-            self.leaf,
+        return ShardSpec(
             param.size,
             param.param_dtype,
             param.reduce_dtype,
@@ -93,8 +96,7 @@ class Shard:
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Reduces a full gradient by a collective of its own; returns the flat shard `[N]`."""
-        unit = self.unit
-        flat: Tensor = REDUCE_GRAD(grad, self.leaf.detach(), self.param.reduce_dtype, unit.world_size, unit.group_name)
+        flat: Tensor = REDUCE_GRAD(grad, self.leaf.detach(), str(self.spec()))
         return flat
 
     def reduce_held(self) -> None:
@@ -116,7 +118,7 @@ class EagerUnshard(torch.autograd.Function):
         ctx: Any, leaf: Tensor, shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]
     ) -> Tensor:
         ctx.state = (shard, record, backward_runs)
-        full: Tensor = torch.ops.graphshard.unshard(*shard.marker_args())
+        full: Tensor = UNSHARD(*shard.marker_args())
         return full
 
     @staticmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -32,6 +33,7 @@ from graphshard.ir import (
     output_args,
     reductions,
     shard_placeholder,
+    spec_of,
     unshards,
     val,
 )
@@ -142,13 +144,13 @@ def traffic(graph: Graph, ctx: PassContext) -> Traffic:
     """What markers and launches gather and reduce, per FQN; the two count alike."""
     found: dict[tuple[str, str], Counter[tuple[int, torch.dtype]]] = {}
     for node in unshards(graph):
-        param, dtype, world_size = ctx.params[shard_placeholder(node).name], node.args[2], node.args[4]
-        if world_size > 1:
-            found.setdefault((param.fqn, "all_gather"), Counter())[param.shard_numel, dtype] += 1
+        param, spec = ctx.params[shard_placeholder(node).name], spec_of(node)
+        if spec.world_size > 1:
+            found.setdefault((param.fqn, "all_gather"), Counter())[param.shard_numel, spec.dtype] += 1
     for node in reductions(graph):
-        param, dtype, world_size = ctx.params[shard_placeholder(node).name], node.args[2], node.args[3]
-        if world_size > 1:
-            found.setdefault((param.fqn, "reduce_scatter"), Counter())[param.shard_numel, dtype] += 1
+        param, spec = ctx.params[shard_placeholder(node).name], spec_of(node)
+        if spec.world_size > 1:
+            found.setdefault((param.fqn, "reduce_scatter"), Counter())[param.shard_numel, spec.reduce_dtype] += 1
     for launch in launches(graph):
         if (carried := collective(launch)) is not None:
             for member in carried.members:
@@ -170,7 +172,7 @@ def check_buckets(graph: Graph, ctx: PassContext) -> None:
     seen: dict[str, tuple[Node, object]] = {}
     for node in [*unshards(graph), *reductions(graph)]:
         if "bucket" in node.meta:
-            bucket, key = node.meta["bucket"][0], (node.target, ctx.params[shard_placeholder(node).name].dtype, node.args[2:])
+            bucket, key = node.meta["bucket"][0], (node.target, ctx.params[shard_placeholder(node).name].dtype, replace(spec_of(node), size=()))
             other, other_key = seen.setdefault(bucket, (node, key))
             if key != other_key:
                 _fail("B1", graph, node, f"bucket {bucket!r} mixes {key} with {other_key} of %{other.name}")
@@ -207,8 +209,7 @@ def check_reshard(forward: Graph, num_results: int) -> None:
         while isinstance(base, Node) and base.op == "call_function" and base.target in VIEWS:
             base = base.all_input_nodes[0]
         if isinstance(base, Node) and is_call(base, UNSHARD):
-            *_, world_size, _, reshard = base.args
-            if reshard and world_size != 1:
+            if spec_of(base).reshard and spec_of(base).world_size > 1:
                 _fail("L1", forward, base, "is kept for backward although its unit reshards after forward")
 
 

@@ -26,6 +26,7 @@ from graphshard.ir import (
     output_node,
     reductions,
     shard_placeholder,
+    spec_of,
     val,
 )
 
@@ -91,7 +92,7 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
 
 
 def _add_held(graph: Graph, reduction: Node) -> None:
-    grad, reduce_dtype = reduction.args[0], reduction.args[2]
+    grad, reduce_dtype = reduction.args[0], spec_of(reduction).reduce_dtype
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         placeholder = graph.placeholder(HELD_PREFIX + shard_placeholder(reduction).name)

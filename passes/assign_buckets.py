@@ -12,11 +12,11 @@ Source: FSDP2's parameter groups; the same membership and order gives the same n
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from graphshard.ir import PassContext, is_call, reductions, shard_placeholder, unshards
+from graphshard.ir import PassContext, is_call, reductions, shard_placeholder, spec_of, unshards
 from graphshard.markers import UNSHARD
 
 
@@ -37,8 +37,7 @@ def decide(graph: Graph, ctx: PassContext) -> BucketsEdit:
         if "bucket" not in node.meta:
             kind = "gather" if is_call(node, UNSHARD) else "reduce"
             param = ctx.params[shard_placeholder(node).name]
-            # All but shard, grad and size: dtypes, world size, group, reshard.
-            groups[kind, param.unit, param.dtype, node.args[2:]].append(node)
+            groups[kind, param.unit, param.dtype, replace(spec_of(node), size=())].append(node)
     names: dict[str, int] = defaultdict(int)
     buckets = []
     for (kind, unit, *_), nodes in groups.items():

@@ -36,6 +36,7 @@ from graphshard.ir import (
     is_call,
     reductions,
     shard_placeholder,
+    spec_of,
     unshards,
     val,
 )
@@ -103,8 +104,9 @@ def _members(fqns: tuple[str, ...], numels: list[int]) -> tuple[Member, ...]:
 
 
 def _insert_gather(build: Builder, markers: list[Node], insertion: Insertion) -> list[Node]:
-    _, _, dtype, _, world_size, group, _ = markers[0].args
-    sizes: list[list[int]] = [list(marker.args[1]) for marker in markers]
+    spec = spec_of(markers[0])
+    dtype, world_size, group = spec.dtype, spec.world_size, spec.group
+    sizes = [spec_of(marker).size for marker in markers]
     build.meta["role"] = "copy_in"
     shards = [build.cast(marker.args[0], dtype) for marker in markers]
     if world_size == 1:
@@ -126,11 +128,11 @@ def _insert_gather(build: Builder, markers: list[Node], insertion: Insertion) ->
     return [_unpad(build, build.reshape(part, padded_shape(size, world_size)), size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _unpad(build: Builder, padded: Node, size: list[int]) -> Node:
+def _unpad(build: Builder, padded: Node, size: tuple[int, ...]) -> Node:
     return padded if val(padded).shape[0] == size[0] else build.call(aten.slice.Tensor, padded, 0, 0, size[0])
 
 
-def _unshard_alone(build: Builder, marker: Node, shard: Node, size: list[int]) -> Node:
+def _unshard_alone(build: Builder, marker: Node, shard: Node, size: tuple[int, ...]) -> Node:
     full = build.reshape(shard, size)
     if shard is marker.args[0] and _escapes(marker):
         # A marker promises a fresh tensor: a result of the graph must not share memory with the parameter.
@@ -143,7 +145,8 @@ def _escapes(node: Node) -> bool:
 
 
 def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion) -> list[Node]:
-    _, _, reduce_dtype, world_size, group = markers[0].args
+    spec = spec_of(markers[0])
+    reduce_dtype, world_size, group = spec.reduce_dtype, spec.world_size, spec.group
     dtype = val(markers[0]).dtype
     build.meta["role"] = "copy_in"
     rows = [_grad_rows(build, marker.args[0], reduce_dtype, world_size) for marker in markers]
@@ -178,4 +181,4 @@ def _grad_rows(build: Builder, grad: Any, reduce_dtype: Any, world_size: int) ->
 
 
 def _divide(build: Builder, node: Node, divisor: float | None) -> Node:
-    return node if divisor in (None, 1.0) else build.call(aten.div.Tensor, node, divisor)
+    return node if divisor is None else build.call(aten.div.Tensor, node, divisor)

@@ -1,9 +1,9 @@
 """Tells the partitioner, for each gathered parameter, to save it for backward or to gather it again there.
 
-Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged by its own `reshard` argument. Without a tag the
+Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged by its own spec. Without a tag the
 partitioner would save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
 
-    %a = unshard(%s, ..., reshard=True)   ->   the same, meta["recompute"] = MUST_RECOMPUTE
+    %a = unshard(%s, '...|reshard')   ->   the same, meta["recompute"] = MUST_RECOMPUTE
 
 With one rank nothing is gathered: unsharding again costs a cast at most, saving it costs memory.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from graphshard.compat import tag_reshard
-from graphshard.ir import PassContext, unshards
+from graphshard.ir import PassContext, spec_of, unshards
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
     """Reads each marker's own policy."""
     again, save = [], []
     for node in unshards(graph):
-        _, _, _, _, world_size, _, reshard = node.args
         if "reshard_tagged" not in node.meta:
-            (again if reshard or world_size == 1 else save).append(node.name)
+            spec = spec_of(node)
+            (again if spec.reshard or spec.world_size == 1 else save).append(node.name)
     return ReshardEdit(tuple(again), tuple(save))
 
 

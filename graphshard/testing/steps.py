@@ -104,7 +104,7 @@ class Trainer:
             if schedule.train:
                 loss = schedule.loss(output)
                 record.outputs.append(copied(output))  # backward may free or overwrite it
-                loss.backward()
+                torch.autograd.backward(loss)
                 record.losses.append(copied(loss))
             else:
                 record.outputs.append(copied(output))
@@ -116,6 +116,10 @@ class Trainer:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
+        else:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # without a backward, eager FSDP2 leaves the root gathered
         record.parameters, record.buffers = parameters(self._model), buffers(self._model)
         return record
 

@@ -167,7 +167,8 @@ def training_test(
         backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY)
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         vars(test).update({"__signature__": inspect.Signature([backend_parameter, *own]), _BODY: body})
-        return pytest.mark.parametrize("backend", list(backends))(test)
+        parametrized: Callable[..., None] = pytest.mark.parametrize("backend", list(backends))(test)
+        return parametrized
 
     return decorate
 

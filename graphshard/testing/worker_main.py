@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from graphshard.testing.functions import FunctionName
 
@@ -62,22 +63,34 @@ class Reply:
 
 @dataclass(frozen=True)
 class Station:
-    """What a worker is started with."""
+    """What a worker is started with.
+
+    Attributes:
+        rank: its rank.
+        world_size: number of ranks.
+        store_port: of the pool's `TCPStore`.
+        output_file: takes its stdout and stderr.
+        stack_file: takes its threads' stacks when it crashes or gets SIGUSR1.
+        environment: its environment variables, all of them.
+    """
 
     rank: int
     world_size: int
     store_port: int
     output_file: str
     stack_file: str
+    environment: dict[str, str]
 
 
 def serve(station: Station, connection: Connection) -> None:
     """Runs tasks until the pool closes the connection. The target of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what Ctrl-C means
+    os.environ.clear()  # the fork server's, which may be older than this pool
+    os.environ.update(station.environment)
     _redirect_output(station)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    store = dist.TCPStore(
+    store = TCPStore(
         "127.0.0.1",
         station.store_port,
         station.world_size,
@@ -117,7 +130,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _reply_to(task: Task, station: Station, store: dist.Store) -> Reply:
+def _reply_to(task: Task, station: Station, store: Store) -> Reply:
     try:
         _prepare(task, station, store)
         function = task.function.load()
@@ -130,7 +143,7 @@ def _reply_to(task: Task, station: Station, store: dist.Store) -> Reply:
         return Reply(task.number, error=last_line, traceback=_described(error))
 
 
-def _prepare(task: Task, station: Station, store: dist.Store) -> None:
+def _prepare(task: Task, station: Station, store: Store) -> None:
     os.ftruncate(1, 0)  # each task's output starts anew
     sys.path[:] = list(task.sys_path)
     if dist.is_initialized():
@@ -144,7 +157,7 @@ def _prepare(task: Task, station: Station, store: dist.Store) -> None:
     torch.manual_seed(task.seed)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"task{task.number}", store),
+        store=PrefixStore(f"task{task.number}", store),
         rank=station.rank,
         world_size=station.world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graphshard.testing.failures import Kind, RankFailed, RankFailure
 from graphshard.testing.functions import FunctionName
@@ -38,7 +38,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 # How long the other ranks may go on after one has failed: enough to raise by themselves, as the peers of a dead rank
 # do.
-GRACE_S = 5.0
+GRACE_S = 3.0
 EXIT_TIMEOUT_S = 5.0
 
 
@@ -64,7 +64,7 @@ class WorkerPool:
         self.seed = seed
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._tasks = 0
 
     @property
@@ -111,14 +111,18 @@ class WorkerPool:
 
     def _start(self) -> None:
         # The pool hosts the store: the system picks a free port, and no worker has to be there first.
-        self._store = dist.TCPStore("127.0.0.1", 0, self.world_size, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, self.world_size, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="graphshard-workers-")
         self._tasks = 0
-        context = get_context("spawn")
-        with _worker_environment():
+        context = get_context("forkserver")
+        # One process imports torch, each worker is its fork: before any thread was started, and ready at once.
+        context.set_forkserver_preload([serve.__module__])
+        environment = _worker_environment()
+        # The fork server finds its imports by PYTHONPATH; the workers' own environment does not keep it.
+        with _exported({**environment, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
-                paths = (str(Path(self._folder.name, f"rank{rank}.{kind}")) for kind in ("out", "stack"))
-                station = Station(rank, self.world_size, self._store.port, *paths)
+                output, stack = (str(Path(self._folder.name, f"rank{rank}.{kind}")) for kind in ("out", "stack"))
+                station = Station(rank, self.world_size, self._store.port, output, stack, environment)
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(station, theirs), daemon=True, name=f"rank{rank}")
                 process.start()
@@ -212,19 +216,27 @@ def _received(connection: Connection) -> Reply | None:
     return reply
 
 
-@contextmanager
-def _worker_environment() -> Iterator[None]:
-    """Variables that libraries read while they are imported, set for the processes started inside."""
+def _worker_environment() -> dict[str, str]:
+    """This process's variables, and those that libraries read while they are imported."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host name may not resolve inside a container
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
+    return {**wanted, **os.environ}
+
+
+@contextmanager
+def _exported(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 _pools: dict[int, WorkerPool] = {}
