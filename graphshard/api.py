@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from graphshard import capture, fsdp2
@@ -44,21 +44,24 @@ def compile(
 ) -> nn.Module:
     """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
 
-    Parameters become DTensors, as with `fully_shard`; FQNs, `state_dict`, optimizers, `clip_grad_norm_`, checkpoints and FSDP2's own
-    methods go on working. The model may be on the meta device until its first forward.
+    Parameters become DTensors, as with `fully_shard`; FQNs, `state_dict`, optimizers, `clip_grad_norm_`, checkpoints
+    and FSDP2's own methods go on working. The model may be on the meta device until its first forward.
 
     Args:
-        model: a plain module, whose units are found from its structure, or one annotated by `fully_shard`, sharded as it is.
+        model: a plain module, whose units are found from its structure, or one annotated by `fully_shard`, sharded as
+            it is.
         mesh: 1-D data-parallel mesh; None for an annotated model, or for one mesh over all ranks.
         strategy: ``"fully_shard"``. (``"replicate"`` is not compiled yet.)
         units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
-        reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; None: all but the root's.
+        reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; None: all
+            but the root's.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
         offload_policy: as for `fully_shard`; offloading is not compiled yet.
         shard_placement_fn: as for `fully_shard`; dims other than 0 are not compiled yet.
         ignored_params: parameters that stay as they are, neither sharded nor reduced.
         backend: ``"inductor"``, ``"aot_eager"`` (programs run operator by operator) or ``"eager"`` (no passes either).
-        regions: ``"model"`` captures as much as Dynamo can; ``"unit"`` one region per unit, so that equal blocks share compiled code.
+        regions: ``"model"`` captures as much as Dynamo can; ``"unit"`` one region per unit, so that equal blocks share
+            compiled code.
         fullgraph: makes a graph break an error of Dynamo's.
         dynamic: as for `torch.compile`.
         plan: ``"fsdp2"``: buckets of one unit in FSDP2's order, prefetched one unit ahead.
@@ -76,7 +79,9 @@ def compile(
     check_torch_version()
     _check_arguments(model, strategy, backend, regions, plan)
     if engine_of(model) is not None:
-        raise RuntimeError("compile: the model, or a part of it, is compiled already; compile it once, or build it anew")
+        raise RuntimeError(
+            "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
+        )
     options = Options(backend, regions, fullgraph, dynamic, strict)
     sharding = {
         "units": units,
@@ -106,10 +111,14 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
         if got not in wanted:
             raise ValueError(f"compile: {name}: got {got!r}, want one of {', '.join(map(repr, wanted))}")
     if strategy == "replicate":
-        raise ValueError("compile: strategy: got 'replicate', which is not compiled yet; use DistributedDataParallel, or 'fully_shard'")
+        raise ValueError(
+            "compile: strategy: got 'replicate', which is not compiled yet; "
+            "use DistributedDataParallel, or 'fully_shard'"
+        )
     if not dist.is_initialized():
         raise RuntimeError(
-            "compile: got no process group, want one; call torch.distributed.init_process_group first (torchrun sets its environment)"
+            "compile: got no process group, want one; call torch.distributed.init_process_group first "
+            "(torchrun sets its environment)"
         )
 
 
@@ -118,22 +127,27 @@ def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, sharding: dict[s
     if mesh is not None and have is not None and mesh != have:
         raise ValueError(f"compile: mesh: got {mesh}, but the model is annotated with {have}; leave `mesh` out")
     if given := [name for name, value in sharding.items() if value is not None]:
-        raise ValueError(f"compile: {given[0]}: the model is annotated already; give it to fully_shard, or compile the plain model")
+        raise ValueError(
+            f"compile: {given[0]}: the model is annotated already; give it to fully_shard, or compile the plain model"
+        )
 
 
 def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     devices = {param.device.type for param in model.parameters()} - {"meta"}
     if mesh is None:
         kind = next(iter(devices), "cuda" if torch.cuda.is_available() else "cpu")
-        mesh = dist.init_device_mesh(kind, (dist.get_world_size(),))
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"compile: mesh: got {type(mesh).__name__}, want a DeviceMesh")
     if mesh.ndim > 2:
-        raise ValueError(f"compile: mesh: got {mesh.ndim} axes, want 1 (sharding) or 2 (replicate, shard); pass a sub-mesh")
+        raise ValueError(
+            f"compile: mesh: got {mesh.ndim} axes, want 1 (sharding) or 2 (replicate, shard); pass a sub-mesh"
+        )
     for name, param in model.named_parameters():
         if param.device.type not in ("meta", mesh.device_type):
             raise ValueError(
-                f"compile: parameter '{name}' is on {param.device.type}, but the mesh is on {mesh.device_type}; move the model first"
+                f"compile: parameter '{name}' is on {param.device.type}, but the mesh is on {mesh.device_type}; "
+                "move the model first"
             )
     return mesh
 

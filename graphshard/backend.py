@@ -1,7 +1,8 @@
-"""The Dynamo backend: a captured graph goes through AOTAutograd and our partitioner, each graph that comes out becomes a region's.
+"""The Dynamo backend: a captured graph goes through AOTAutograd and our partitioner, each graph that comes out becomes
+a region's.
 
-    inductor    Inductor compiles each program          aot_eager    each program runs as it is, operator by operator
-    eager       the captured graph runs as it is; its markers gather and reduce one parameter at a time
+inductor    Inductor compiles each program          aot_eager    each program runs as it is, operator by operator
+eager       the captured graph runs as it is; its markers gather and reduce one parameter at a time
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from graphshard.compat import (
     compile_graph_inductor,
     compile_region_aot,
     compile_region_inductor,
-    copy_graph,
     partition,
     source_digest,
 )
@@ -42,7 +42,7 @@ class Engine(Protocol):
     def backward_runs(self) -> None:
         """Is told that a backward program runs."""
 
-    def gather_in_graph(self, leaf: Tensor, record: ProgramRecord) -> Tensor:
+    def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
         """Gathers one parameter for a graph that runs uncompiled."""
 
 
@@ -77,7 +77,7 @@ class Partitioner(CustomPartitionerFn):
 def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """The Dynamo backend of one compiled model."""
     if name == "eager":
-        return lambda gm, inputs: _uncompiled(engine, gm, inputs)
+        return lambda gm, inputs: _uncompiled(engine, gm)
     partitioner = Partitioner(engine.report)
     inductor = name == "inductor"
 
@@ -121,25 +121,24 @@ def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -
     return run
 
 
-def _uncompiled(engine: Engine, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Runs a captured graph as it is. Its gathers and reductions are counted in two records, one run a call and one a reduction."""
+def _uncompiled(engine: Engine, gm: GraphModule) -> Callable[..., Any]:
+    """Lets a captured graph run as it is; its markers, those of checkpoint regions too, become calls of the engine.
+
+    They are counted in two records, one run for each gather and each reduction.
+    """
     number = engine.report.regions
     engine.report.regions += 1
-    markers = unshards(gm.graph)
     forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
     backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
-    if markers:
-        engine.report.programs += [forward, backward]
-    lowered = copy_graph(gm)
-    for marker in unshards(lowered.graph):
-        with lowered.graph.inserting_before(marker):
-            gather = lowered.graph.call_function(lambda leaf: engine.gather_in_graph(leaf, backward), (marker.args[0],))
-        marker.replace_all_uses_with(gather)
-        lowered.graph.erase_node(marker)
-    lowered.recompile()
 
-    def run(*args: Any) -> Any:
-        forward.runs += 1
-        return lowered(*args)
+    def gather(leaf: Tensor, spec: str) -> Tensor:
+        return engine.gather_in_graph(leaf, forward, backward)
 
-    return run
+    for graph_module in gm.modules():
+        if isinstance(graph_module, GraphModule) and (markers := unshards(graph_module.graph)):
+            for marker in markers:
+                marker.target = gather
+            graph_module.recompile()
+            if forward not in engine.report.programs:
+                engine.report.programs += [forward, backward]
+    return gm

@@ -1,7 +1,8 @@
-"""Classes whose parameters are properties: markers while a graph is traced, gathered tensors where a forward runs outside a graph.
+"""Classes whose parameters are properties: markers while a graph is traced, gathered tensors where a forward runs
+outside a graph.
 
-A marked class is made once per (class, names of its sharded parameters) and shared by all models; all that differs between instances is
-data on the instance, which Dynamo guards. So one compiled region serves every equal block.
+A marked class is made once per (class, names of its sharded parameters) and shared by all models; all that differs
+between instances is data on the instance, which Dynamo guards. So one compiled region serves every equal block.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.compat import inline_only, module_call
+from graphshard.markers import UNSHARD
 
 # On the instance: {parameter name: arguments of graphshard::unshard}, and the engine that runs it.
 SHARDS = "_graphshard_shards"
@@ -50,7 +52,7 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 def _parameter_property(name: str) -> property:
     def read(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            return torch.ops.graphshard.unshard(*self.__dict__[SHARDS][name])
+            return UNSHARD(*self.__dict__[SHARDS][name])
         engine: Engine = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
@@ -80,7 +82,8 @@ def _write_flat_weights(self: Any, weights: Any) -> None:
 def entry_point(cls: type[nn.Module]) -> Callable[..., Any]:
     """A function that calls a module, with a code object of its own.
 
-    Dynamo keeps its compiled code, and counts recompilations, per code object: so each marked class of each model gets one.
+    Dynamo keeps its compiled code, and counts recompilations, per code object: so each marked class of each model gets
+    one.
     """
 
     def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

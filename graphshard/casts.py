@@ -1,4 +1,6 @@
-"""What FSDP2's forward hooks cast: a unit's inputs to param_dtype, its output to output_dtype, as hooks that can be traced."""
+"""What FSDP2's forward hooks cast: a unit's inputs to param_dtype, its output to output_dtype, as hooks that can be
+traced.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook | None, Hook | None]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with each floating-point tensor in `dtype`, through tuples, named tuples, lists, dicts and dataclasses."""
+    """`value` with each floating-point tensor in `dtype`, through tuples, named tuples, lists, dicts and
+    dataclasses.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     if isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""Everything private of Dynamo, AOTAutograd and Inductor that graphshard uses (torch 2.11 to 2.15), each behind a plain function."""
+"""Everything private of Dynamo, AOTAutograd and Inductor that graphshard uses (torch 2.11 to 2.15), each behind a
+plain function.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +9,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor import config as inductor_config
+from torch._dynamo.eval_frame import skip_code
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.virtualized import V
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-F = TypeVar("F", bound=FunctionType)
+C = TypeVar("C", bound=Callable[..., Any])
 
 SUPPORTED = ((2, 11), (2, 15))
 
-# Inductor's own reordering would undo every prefetch: in forward all-gathers move to their use, in inference all of them move to
-# the top, in backward reduce-scatters move to the end. With both off it keeps the order of the FX graph.
+# Inductor's own reordering would undo every prefetch: in forward all-gathers move to their use, in inference all of
+# them move to the top, in backward reduce-scatters move to the end. With both off it keeps the order of the FX graph.
 INDUCTOR_PATCHES: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -53,13 +55,25 @@ def check_torch_version() -> None:
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group called `name`."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)
+    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
     return group
 
 
 def dispatch_mode_active() -> bool:
     """Whether a TorchDispatchMode (CommDebugMode, a FLOP counter) is on: Dynamo would skip the frame for good."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Says of `run` that it takes its arguments as one list, which it may empty."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def uncaptured(function: C) -> C:
+    """Keeps Dynamo out of `function` and of all that it calls, except for what is compiled on purpose."""
+    disabled: C = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -77,8 +91,10 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def inline_only(function: F) -> F:
-    """Lets Dynamo inline `function` in a trace, but never capture its frame by itself: each call outside a trace is plain Python."""
+def inline_only(function: C) -> C:
+    """Lets Dynamo inline `function` in a trace, but never capture its frame by itself: each call outside a trace is
+    plain Python.
+    """
     skip_code(function.__code__)
     return function
 
@@ -89,7 +105,9 @@ def keep_static(tensor: Tensor) -> None:
 
 
 def tag_reshard(node: Node, reshard: bool) -> None:
-    """Makes the partitioner gather again in backward (`reshard`) or save the gathered value. Untagged, it would be saved."""
+    """Makes the partitioner gather again in backward (`reshard`) or save the gathered value. Untagged, it would be
+    saved.
+    """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = _RESHARD_REGION_ID
 
@@ -97,7 +115,10 @@ def tag_reshard(node: Node, reshard: bool) -> None:
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph by AOTAutograd's min-cut."""
     kwargs.pop("compiler", None)
-    return min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **kwargs)
+    graphs: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(
+        joint, joint_inputs, compiler="inductor", **kwargs
+    )
+    return graphs
 
 
 def source_digest() -> str:
@@ -116,19 +137,22 @@ GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
 def compile_region_inductor(
     gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
 ) -> Callable[..., Any]:
-    """Compiles a Dynamo graph with Inductor's front end; `compiler(gm, inputs, direction=..., **kwargs)` lowers each graph."""
+    """Compiles a Dynamo graph with Inductor's front end; `compiler(gm, inputs, direction=..., **kwargs)` lowers each
+    graph.
+    """
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return compiler(graph, example_inputs, direction=_direction(kwargs), **kwargs)
 
-    compiled: Callable[..., Any] = compile_fx(
+    compiled: Any = compile_fx(
         gm,
         inputs,
         inner_compile=inner,
         # As config_patches, never around the call: backward is compiled later, outside any `with`.
         config_patches={**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner},
     )
-    return compiled
+    function: Callable[..., Any] = compiled
+    return function
 
 
 def _direction(kwargs: dict[str, Any]) -> str:
@@ -155,7 +179,9 @@ def compile_region_aot(
     return compiled
 
 
-def compile_graph_inductor(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+def compile_graph_inductor(
+    gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
     """Inductor's code for one lowered graph."""
     compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
     return compiled
@@ -200,6 +226,11 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 def log_artifact(name: str, text: str) -> None:
     """Hands a dump to torch's structured log (tlparse)."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def is_torch_operator(target: object) -> TypeGuard[Any]:
+    """Whether the target of a node is an operator with a schema."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

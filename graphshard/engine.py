@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from graphshard import capture, fsdp2
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
-from graphshard.compat import backward_id, call_at_end_of_backward, dispatch_mode_active, module_call
+from graphshard.compat import backward_id, call_at_end_of_backward, dispatch_mode_active, module_call, uncaptured
 from graphshard.errors import UnsupportedModel
 from graphshard.region import Region
 from graphshard.report import ProgramRecord, Report
-from graphshard.shards import EagerUnshard, Shard
+from graphshard.shards import Shard, gather_eagerly
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Engine:
                 for index, param in enumerate(unit.params):
                     self._shards.append(Shard(param, fqns[id(param.parameter)], index, self.report))
             self._install()
-        elif self._reshard != self._reshard_settings() or not all([shard.is_current() for shard in self._shards]):
+        elif self._reshard != self._reshard_settings() or not all(shard.is_current() for shard in self._shards):
             if lost := [shard.fqn for shard in self._shards if shard.held is not None and not shard.is_current()]:
                 raise RuntimeError(
                     f"{lost[0]}: its parameter was replaced while an unreduced gradient was held; "
@@ -141,7 +141,7 @@ class Engine:
 
     # -- calls
 
-    @torch.compiler.disable
+    @uncaptured
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
         if not self._compiled:
@@ -174,24 +174,32 @@ class Engine:
             )
         return entry(module, args, kwargs)
 
-    @torch.compiler.disable
+    @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
-        leaf = module.__dict__[capture.SHARDS][name][0]
-        shard = self.shard_at[leaf.data_ptr()]
-        if (id(shard), torch.is_grad_enabled()) not in self._gathered:
+        shard = self.shard_at[module.__dict__[capture.SHARDS][name][0].data_ptr()]
+
+        def count() -> None:
             self.report.eager_unshards[shard.fqn] += 1
-        return self._gather(shard, None)
 
-    def gather_in_graph(self, leaf: Tensor, record: ProgramRecord) -> Tensor:
+        return self._gather(shard, count, None)
+
+    def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
         """Gathers one parameter for a graph that runs uncompiled, once per forward."""
-        return self._gather(self.shard_at[leaf.data_ptr()], record)
 
-    def _gather(self, shard: Shard, record: ProgramRecord | None) -> Tensor:
+        def count() -> None:
+            forward.runs += 1
+
+        return self._gather(self.shard_at[leaf.data_ptr()], count, backward)
+
+    def _gather(self, shard: Shard, count: Callable[[], None], backward: ProgramRecord | None) -> Tensor:
         key = (id(shard), torch.is_grad_enabled())
-        if key not in self._gathered:
-            self._gathered[key] = EagerUnshard.apply(shard.leaf, shard, record, self.backward_runs)
-        return self._gathered[key]
+        if (full := self._gathered.get(key)) is None:
+            count()
+            full = gather_eagerly(shard, backward, self.backward_runs)
+            if self.running:  # not when a checkpoint is recomputed in backward: nothing would free it
+                self._gathered[key] = full
+        return full
 
     # -- backward
 
@@ -239,6 +247,7 @@ class Engine:
     def _refuse_held(self, holder: str, names: Sequence[str]) -> None:
         if names:
             raise RuntimeError(
-                f"graphshard.eager: {holder} holds unreduced gradients of {len(names)} parameters or units ({names[0]}, ...), which the "
-                "other engine cannot reduce. Run one backward with set_requires_gradient_sync(True) before switching"
+                f"graphshard.eager: {holder} holds unreduced gradients of {len(names)} parameters or units "
+                f"({names[0]}, ...), which the other engine cannot reduce. Run one backward with "
+                "set_requires_gradient_sync(True) before switching"
             )

@@ -1,7 +1,7 @@
 """The state that FSDP2 keeps, read. The only file that knows FSDP2's private names (torch 2.11 to 2.15).
 
-FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. Nothing here writes that state; the
-forward hooks are taken off and put back at the very place where FSDP2 had registered them.
+FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. Nothing here writes that
+state; the forward hooks are taken off and put back at the very place where FSDP2 had registered them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
@@ -34,7 +35,9 @@ class ShardedParam:
 
     @property
     def flat_shard(self) -> Tensor:
-        """Flat shard `[N]` in the parameter's dtype, padded to the same N on every rank; shares storage with `parameter`."""
+        """Flat shard `[N]` in the parameter's dtype, padded to the same N on every rank; shares storage with
+        `parameter`.
+        """
         flat: Tensor = self._raw._sharded_param_data
         return flat
 
@@ -56,7 +59,9 @@ class ShardedParam:
         return self.unit.policy.reduce_dtype or self.param_dtype
 
     def deliver_grad(self, flat_grad: Tensor) -> None:
-        """Puts a reduced gradient `[N]` (the parameter's dtype, padded) on the DTensor parameter, adding to one that is there."""
+        """Puts a reduced gradient `[N]` (the parameter's dtype, padded) on the DTensor parameter, adding to one that
+        is there.
+        """
         raw = self._raw
         local = flat_grad.view(raw.padded_sharded_param_size)[: raw.sharded_size[0]]
         parameter = raw.sharded_param
@@ -177,10 +182,10 @@ def is_annotated(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def annotation_mesh(model: nn.Module) -> torch.distributed.DeviceMesh | None:
+def annotation_mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh of the first annotated module that has parameters, or None."""
     for _, _, raw in _raw_groups(model):
-        mesh: torch.distributed.DeviceMesh = raw.mesh_info.mesh
+        mesh: DeviceMesh = raw.mesh_info.mesh
         return mesh
     return None
 
@@ -196,7 +201,9 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """FQN by `id` of each registered parameter; a tied one has the first of its names. Checkpoint wrappers leave no trace."""
+    """FQN by `id` of each registered parameter; a tied one has the first of its names. Checkpoint wrappers leave no
+    trace.
+    """
     return {id(param): name.replace(_WRAPPER_PREFIX, "") for name, param in model.named_parameters()}
 
 
@@ -251,11 +258,13 @@ class _HookSlot:
 class ForwardHooks:
     """FSDP2's forward hooks of a model: off while it runs compiled, on for FSDP2's own engine.
 
-    Where a unit's mixed-precision policy casts, a hook that can be traced stands at the same place while FSDP2's is off.
+    Where a unit's mixed-precision policy casts, a hook that can be traced stands at the same place while FSDP2's is
+    off.
 
     Args:
         model: the annotated model.
-        cast_hooks: gets a unit's policy, returns its (pre-forward, post-forward) hooks, None for one that casts nothing.
+        cast_hooks: gets a unit's policy, returns its (pre-forward, post-forward) hooks, None for one that casts
+            nothing.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What passes work on: an FX graph whose gathers and reductions are markers, then launches and waits.
 
-A launch starts a collective and a wait yields its result; both are `torch.ops._c10d_functional` nodes. What a launch carries is
-kept in its `Collective`, so that no pass, check or dump has to find it again from tensor operators.
+A launch starts a collective and a wait yields its result; both are `torch.ops._c10d_functional` nodes. What a launch
+carries is kept in its `Collective`, so that no pass, check or dump has to find it again from tensor operators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VIEWS = frozenset(
     {
         aten.view.default,
         aten.reshape.default,
-        aten._unsafe_view.default,
+        aten._unsafe_view.default,  # noqa: SLF001
         aten.alias.default,
         aten.detach.default,
         aten.slice.Tensor,
@@ -190,10 +190,11 @@ def output_args(graph: Graph) -> list[Any]:
 
 def output_node(graph: Graph) -> Node:
     """The output node."""
-    return next(iter(graph.find_nodes(op="output")))
+    output: Node = next(iter(graph.find_nodes(op="output")))
+    return output
 
 
-def val(node: Node) -> Any:
+def val(node: Any) -> Any:
     """The fake value of a node."""
     return node.meta["val"]
 
@@ -230,9 +231,11 @@ class Builder:
         node.meta.update(self.meta, **meta)
         return node
 
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+    def cast(self, node: Any, dtype: torch.dtype) -> Node:
         """`node` in `dtype`; itself where it has it."""
-        return node if val(node).dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+        return (
+            node if val(node).dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+        )
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
         """`node` in `shape` (one dim may be -1); itself where it has it."""

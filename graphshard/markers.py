@@ -1,10 +1,12 @@
 """The two marker operators that stand for a gather and a reduction while a model is traced.
 
-``graphshard::unshard`` yields a full parameter from the flat shard of this rank; its gradient is ``graphshard::reduce_grad``.
-Dynamo and AOTAutograd trace both as single opaque nodes, so that passes know which shard every gather and every gradient belongs
-to. The shard is the identity: no name or index is a constant in the trace, and one traced region serves equal blocks.
+``graphshard::unshard`` yields a full parameter from the flat shard of this rank; its gradient is
+``graphshard::reduce_grad``. Dynamo and AOTAutograd trace both as single opaque nodes, so that passes know which shard
+every gather and every gradient belongs to. The shard is the identity: no name or index is a constant in the trace, and
+one traced region serves equal blocks.
 
-All else about a marker is one string, its `ShardSpec`. Dynamo guards it by one comparison, and never makes its numbers symbolic.
+All else about a marker is one string, its `ShardSpec`. Dynamo guards it by one comparison, and never makes its numbers
+symbolic.
 
 The operators run as they are, too, one parameter at a time: that is the meaning a lowered program must keep.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from graphshard.compat import resolve_process_group
 
-_LIBRARY = torch.library.Library("graphshard", "DEF")
+_LIBRARY: Any = torch.library.Library("graphshard", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("unshard(Tensor shard, str spec) -> Tensor")
 _LIBRARY.define("reduce_grad(Tensor grad, Tensor shard, str spec) -> Tensor")
 
@@ -53,10 +55,11 @@ class ShardSpec:
         """As markers carry it: ``bfloat16 1024x256|reduce float32|2 of 0|reshard``."""
         dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.reduce_dtype))
         size = "x".join(map(str, self.size))
-        return f"{dtype} {size}|reduce {reduce_dtype}|{self.world_size} of {self.group}|{'reshard' if self.reshard else 'keep'}"
+        kept = "reshard" if self.reshard else "keep"
+        return f"{dtype} {size}|reduce {reduce_dtype}|{self.world_size} of {self.group}|{kept}"
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> ShardSpec:
         """The inverse of `str`."""
         param, reduce_dtype, group, reshard = text.split("|")
@@ -83,8 +86,8 @@ class ReduceOps(NamedTuple):
 def reduce_ops(reduce_dtype: torch.dtype, world_size: int) -> ReduceOps:
     """Returns FSDP2's reduction for `world_size` data-parallel ranks.
 
-    fp32 and bf16 do not overflow: the communication library averages. Other dtypes are divided by about sqrt(N) before and after
-    a sum. One rank divides nothing. Source: eager-semantics of FSDP2's `_get_gradient_divide_factors`.
+    fp32 and bf16 do not overflow: the communication library averages. Other dtypes are divided by about sqrt(N) before
+    and after a sum. One rank divides nothing. Source: eager-semantics of FSDP2's `_get_gradient_divide_factors`.
     """
     if reduce_dtype in (torch.float32, torch.bfloat16):
         return ReduceOps(None, "avg" if world_size > 1 else "sum", None)
@@ -113,7 +116,9 @@ def _unshard(shard: Tensor, spec: str) -> Tensor:
 
 
 def _reduce_grad(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
-    """`grad`: full gradient; `shard` says whose it is, and its dtype and length `[N]`; returns the averaged shard `[N]`."""
+    """`grad`: full gradient; `shard` says whose it is, and its dtype and length `[N]`; returns the averaged shard
+    `[N]`.
+    """
     of = ShardSpec.parse(spec)
     ops = reduce_ops(of.reduce_dtype, of.world_size)
     flat = grad.to(of.reduce_dtype).reshape(-1)
@@ -137,13 +142,11 @@ UNSHARD = torch.ops.graphshard.unshard.default
 REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default
 
 
-@torch.library.register_fake("graphshard::unshard", lib=_LIBRARY)
 def _unshard_fake(shard: Tensor, spec: str) -> Tensor:
     to = ShardSpec.parse(spec)
     return shard.new_empty(to.size, dtype=to.dtype)
 
 
-@torch.library.register_fake("graphshard::reduce_grad", lib=_LIBRARY)
 def _reduce_grad_fake(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
     return torch.empty_like(shard)
 
@@ -159,10 +162,13 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 def _refuse_double_backward(ctx: Any, grad: Tensor) -> Any:
     raise NotImplementedError(
-        "graphshard::reduce_grad: a gradient of a gradient was asked for (create_graph=True); reductions are differentiated once. "
+        "graphshard::reduce_grad: a gradient of a gradient was asked for (create_graph=True); reductions are "
+        "differentiated once. "
         "Use `with graphshard.eager(model):` for this call."
     )
 
 
+torch.library.register_fake("graphshard::unshard", _unshard_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::reduce_grad", _reduce_grad_fake, lib=_LIBRARY)
 torch.library.register_autograd("graphshard::unshard", _unshard_backward, setup_context=_setup_context, lib=_LIBRARY)
 torch.library.register_autograd("graphshard::reduce_grad", _refuse_double_backward, lib=_LIBRARY)

@@ -1,7 +1,7 @@
 """A region: what Dynamo captured once, and the programs that are lowered from it on demand.
 
-The flags that users flip between steps are read when a program is about to run, and choose it. A program that is missing is lowered then
-from the marked graph, in the contexts of the first compilation; nothing is traced again.
+The flags that users flip between steps are read when a program is about to run, and choose it. A program that is
+missing is lowered then from the marked graph, in the contexts of the first compilation; nothing is traced again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.compat import CompileState, compiled_function_node, keeps_graph
+from graphshard.compat import CompileState, boxed, compiled_function_node, keeps_graph
 from graphshard.errors import UnsupportedModel
 from graphshard.ir import (
     LAUNCHES,
@@ -52,7 +52,8 @@ class Engine(Protocol):
 class Binding:
     """The shards that one call of a region brings, in slot order, and their grouping into units.
 
-    Equal blocks share a region; `grouping` says whether they also share a program: (ordinal of the unit, index in it) per slot.
+    Equal blocks share a region; `grouping` says whether they also share a program: (ordinal of the unit, index in it)
+    per slot.
     """
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
@@ -147,11 +148,11 @@ class Region:
         )
         if direction == "backward":
             # Lowered when it first runs: only then it is known what the flags ask for.
-            return _boxed(lambda args: self._run_backward(graph, args))
+            return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         shards = tuple(self._positions[position] for _, position in graph.slots)
         self._program(graph, Binding(shards), Flags(), late=False)
-        return _boxed(lambda args: self._run_forward(graph, args))
+        return boxed(lambda args: self._run_forward(graph, args))
 
     def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
         names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
@@ -192,7 +193,12 @@ class Region:
             run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
         counts = Counter(LAUNCHES[node.target] for node in launches(lowered.gm.graph))
         record = ProgramRecord(
-            self.number, graph.direction, str(flags), dict(counts), lowered.passes_s, time.perf_counter() - start
+            self.number,
+            graph.direction,
+            str(flags),
+            {str(kind): count for kind, count in counts.items()},
+            lowered.passes_s,
+            time.perf_counter() - start,
         )
         self.engine.report.programs.append(record)
         return Program(run, record)
@@ -210,7 +216,8 @@ class Region:
     def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int]) -> None:
         if keeps_graph():
             raise RuntimeError(
-                f"backward: got retain_graph=True or create_graph=True for compiled region {self.number}, which frees what forward saved. "
+                f"backward: got retain_graph=True or create_graph=True for compiled region {self.number}, "
+                "which frees what forward saved. "
                 "Add the losses and call backward once, or run this model under `with graphshard.eager(model):`"
             )
         self._local.undefined = [grads[i] is None for i in numbers]
@@ -233,7 +240,9 @@ class Region:
         unreduced: dict[Shard, int] = {}  # -> position among the results
         held: dict[Shard, str] = {}  # -> placeholder of the shard
         dead = self._dead_outputs(graph)
-        if not all(unit.reduce_grads for unit in binding.units) or any(shard.held is not None for shard in binding.shards):
+        if not all(unit.reduce_grads for unit in binding.units) or any(
+            shard.held is not None for shard in binding.shards
+        ):
             for slot, position in graph.reduced:
                 shard = binding.shards[slot]
                 if position not in dead and not shard.unit.reduce_grads:
@@ -261,7 +270,8 @@ class Region:
     def _undefined(self, graph: MarkedGraph) -> frozenset[str]:
         """Tangents without a gradient in this call."""
         missing: list[bool] = self._local.__dict__.get("undefined", [])
-        # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes stay zeros.
+        # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes
+        # stay zeros.
         if not any(missing) or len(missing) != len(graph.tangents):
             return frozenset()
         return frozenset(name for name, absent in zip(graph.tangents, missing, strict=True) if absent)
@@ -284,8 +294,3 @@ def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
     """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
     added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
     return [*graph.inputs, *(node.meta["val"] for node in added)]
-
-
-def _boxed(run: BoxedCallable) -> BoxedCallable:
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run

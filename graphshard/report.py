@@ -1,4 +1,6 @@
-"""What happened, for users who ask afterwards: programs, their collectives and their cost, and everything that is not compiled."""
+"""What happened, for users who ask afterwards: programs, their collectives and their cost, and everything that is not
+compiled.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Leaves: plain tensors that stand for sharded parameters while a model runs compiled.
 
-A leaf shares storage with FSDP2's padded flat shard, so it has one size on all ranks and optimizer steps show in it. Autograd puts a
-reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A leaf also holds what gradient accumulation has not reduced yet.
+A leaf shares storage with FSDP2's padded flat shard, so it has one size on all ranks and optimizer steps show in it.
+Autograd puts a reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A leaf also holds what
+gradient accumulation has not reduced yet.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Shard:
         leaf = self._source.detach().requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
-            leaf.register_post_accumulate_grad_hook(self._take_grad)
+            leaf.register_post_accumulate_grad_hook(self._take_grad)  # type: ignore[no-untyped-call]
         return leaf
 
     def _take_grad(self, leaf: Tensor) -> None:
@@ -52,7 +53,9 @@ class Shard:
             self.param.deliver_grad(grad)
 
     def is_current(self) -> bool:
-        """Whether the leaf still stands for what FSDP2 holds: not after `to(dtype)`, `requires_grad_` or `load_state_dict(assign=True)`."""
+        """Whether the leaf still stands for what FSDP2 holds: not after `to(dtype)`, `requires_grad_` or
+        `load_state_dict(assign=True)`.
+        """
         return self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad
 
     def renew(self) -> None:
@@ -107,11 +110,20 @@ class Shard:
             self.param.deliver_grad(self.reduce(held))
 
 
-class EagerUnshard(torch.autograd.Function):
-    """A gather outside any program, whose backward follows the run-time flags like a program does.
+def gather_eagerly(shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]) -> Tensor:
+    """Gathers one parameter, outside any program or for a graph that runs uncompiled.
 
-    `record` counts its reductions; None: they count as reductions outside programs. `backward_runs` is called by backward.
+    Args:
+        shard: the parameter.
+        record: counts its reductions; None: they count as reductions outside programs.
+        backward_runs: is called by backward.
     """
+    full: Tensor = _EagerUnshard.apply(shard.leaf, shard, record, backward_runs)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _EagerUnshard(torch.autograd.Function):
+    """A gather whose backward follows the run-time flags like a program does."""
 
     @staticmethod
     def forward(

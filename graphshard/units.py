@@ -13,9 +13,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_units(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded as units of their own, outermost repeated blocks; what is left belongs to the root.
 
-    A block is repeated when a container (`ModuleList`, `Sequential`, `ModuleDict`) holds at least two children of its class with equal
-    parameter shapes, dtypes and `requires_grad`. A block that shares a parameter with the rest of the model stays with the root: two
-    units cannot own one parameter.
+    A block is repeated when a container (`ModuleList`, `Sequential`, `ModuleDict`) holds at least two children of its
+    class with equal parameter shapes, dtypes and `requires_grad`. A block that shares a parameter with the rest of the
+    model stays with the root: two units cannot own one parameter.
     """
     units: list[nn.Module] = []
     outside = _owner_counts(model)
@@ -82,7 +82,9 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
         else:
             raise TypeError(f"compile: units: got {unit!r}, want FQNs, module classes or modules")
         if not found:
-            raise ValueError(f"compile: units: got {unit!r}, want modules of {type(model).__name__}; see named_modules()")
+            raise ValueError(
+                f"compile: units: got {unit!r}, want modules of {type(model).__name__}; see named_modules()"
+            )
         chosen.update((id(module), module) for module in found if module is not model)
     order = {id(module): i for i, module in enumerate(modules.values())}
     # Inner units first: fully_shard takes what no earlier call has taken.

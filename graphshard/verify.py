@@ -1,13 +1,14 @@
-"""Invariants of the graph, checked after every pass. Each has an id, a function here and a test with a graph that it must reject.
+"""Invariants of the graph, checked after every pass. Each has an id, a function here and a test with a graph that it
+must reject.
 
-    G1  FX lint                                        B1  a bucket has one group, dtype, reduce op and reshard policy
-    G2  every value has a fake value                   S1  scheduling only permutes; the order of random operators stays
-    G3  recomputed fake values agree (level 2)         L1  no gathered parameter crosses to backward under reshard
-    G4  signature unchanged unless declared            R1  each synchronized gradient reduced exactly once
-    C1  one wait per launch                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
-    C2  nothing reads a result before its wait, or         the parameter's dtype
-        writes an input before it                      M1  no marker left
-    C3  what is gathered and reduced per FQN unchanged
+G1  FX lint                                        B1  a bucket has one group, dtype, reduce op and reshard policy
+G2  every value has a fake value                   S1  scheduling only permutes; the order of random operators stays
+G3  recomputed fake values agree (level 2)         L1  no gathered parameter crosses to backward under reshard
+G4  signature unchanged unless declared            R1  each synchronized gradient reduced exactly once
+C1  one wait per launch                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
+C2  nothing reads a result before its wait, or         the parameter's dtype
+    writes an input before it                      M1  no marker left
+C3  what is gathered and reduced per FQN unchanged
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from graphshard.compat import is_torch_operator
 from graphshard.errors import VerifyError
 from graphshard.ir import (
     VIEWS,
@@ -59,7 +61,9 @@ def check_lint(graph: Graph) -> None:
 
 
 def check_values(graph: Graph, recompute: bool) -> None:
-    """G2, and G3 if `recompute`: shape, dtype and strides of every operator's result, computed again from its arguments."""
+    """G2, and G3 if `recompute`: shape, dtype and strides of every operator's result, computed again from its
+    arguments.
+    """
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -72,7 +76,7 @@ def check_values(graph: Graph, recompute: bool) -> None:
 def _check_value(graph: Graph, node: Node) -> None:
     have = val(node)
     tensors = [x for x in (have if isinstance(have, (tuple, list)) else [have]) if isinstance(x, Tensor)]
-    if not tensors or not hasattr(tensors[0], "fake_mode") or not isinstance(node.target, torch._ops.OpOverload):
+    if not tensors or not hasattr(tensors[0], "fake_mode") or not is_torch_operator(node.target):
         return
     if not (node.target.namespace in ("graphshard", "_c10d_functional") or "bucket_of" in node.meta):
         return  # the model's own operators are AOTAutograd's business, and may draw new symbols
@@ -81,7 +85,12 @@ def _check_value(graph: Graph, node: Node) -> None:
     wanted = [x for x in (want if isinstance(want, (tuple, list)) else [want]) if isinstance(x, Tensor)]
     for old, new in zip(tensors, wanted, strict=True):
         if (old.dtype, tuple(old.shape), old.stride()) != (new.dtype, tuple(new.shape), new.stride()):
-            _fail("G3", graph, node, f"meta['val'] got {format_type(old)}, want {format_type(new)}, strides {old.stride()}, {new.stride()}")
+            _fail(
+                "G3",
+                graph,
+                node,
+                f"meta['val'] got {format_type(old)}, want {format_type(new)}, strides {old.stride()}, {new.stride()}",
+            )
 
 
 def signature(graph: Graph) -> Signature:
@@ -113,7 +122,7 @@ def check_hazards(graph: Graph) -> None:
         if readers:
             _fail("C2", graph, readers[0], f"reads the result of %{launch.name} before its wait")
         end = max((position[user] for user in launch.users), default=position[launch])
-        source = launch.args[0]
+        source = launch.all_input_nodes[0]
         writers = [user for alias in _aliases(source) for user in alias.users if _writes(user, alias)]
         for writer in writers:
             if position[launch] < position[writer] < end:
@@ -172,7 +181,10 @@ def check_buckets(graph: Graph, ctx: PassContext) -> None:
     seen: dict[str, tuple[Node, object]] = {}
     for node in [*unshards(graph), *reductions(graph)]:
         if "bucket" in node.meta:
-            bucket, key = node.meta["bucket"][0], (node.target, ctx.params[shard_placeholder(node).name].dtype, replace(spec_of(node), size=()))
+            bucket, key = (
+                node.meta["bucket"][0],
+                (node.target, ctx.params[shard_placeholder(node).name].dtype, replace(spec_of(node), size=())),
+            )
             other, other_key = seen.setdefault(bucket, (node, key))
             if key != other_key:
                 _fail("B1", graph, node, f"bucket {bucket!r} mixes {key} with {other_key} of %{other.name}")
@@ -203,14 +215,15 @@ def check_permutation(graph: Graph, before: list[str], random_before: list[str])
 
 
 def check_reshard(forward: Graph, num_results: int) -> None:
-    """L1, on the forward graph of a region with markers; its first `num_results` results are the user's, the rest is saved."""
+    """L1, on the forward graph of a region with markers; its first `num_results` results are the user's, the rest is
+    saved.
+    """
     for saved in output_args(forward)[num_results:]:
         base = saved
         while isinstance(base, Node) and base.op == "call_function" and base.target in VIEWS:
             base = base.all_input_nodes[0]
-        if isinstance(base, Node) and is_call(base, UNSHARD):
-            if spec_of(base).reshard and spec_of(base).world_size > 1:
-                _fail("L1", forward, base, "is kept for backward although its unit reshards after forward")
+        if is_call(base, UNSHARD) and spec_of(base).reshard and spec_of(base).world_size > 1:
+            _fail("L1", forward, base, "is kept for backward although its unit reshards after forward")
 
 
 def check_reductions(graph: Graph, ctx: PassContext, wanted: frozenset[str]) -> None:

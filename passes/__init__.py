@@ -3,8 +3,9 @@
     Dynamo graph -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or run as it is
                                                            inference        -> PROGRAM
 
-A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to do), `apply(graph,
-edit)` does what the edit says. The driver copies the graph, verifies after each pass, times, dumps and recompiles once.
+A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to
+do), `apply(graph, edit)` does what the edit says. The driver copies the graph, verifies after each pass, times, dumps
+and recompiles once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Makes one program of a backward graph: what is reduced, what was accumulated before, what has no gradient.
 
-Needs: a backward graph with markers. Leaves: reductions only where gradients are synchronized; one more placeholder and one addition
-for each accumulated gradient; None where no gradient flows; nothing dead.
+Needs: a backward graph with markers. Leaves: reductions only where gradients are synchronized; one more placeholder
+and one addition for each accumulated gradient; None where no gradient flows; nothing dead.
 
-    %r = reduce_grad(%g, %s)    ->    unreduced:  return %g
-                                      held:       %held_s = placeholder;  %t = add(%held_s, %g);  %r = reduce_grad(%t, %s)
-                                      undefined:  return None
+    %r = reduce_grad(%g, %s)   ->   unreduced:  return %g
+                                    held:       %t = add(%held_s, %g);  %r = reduce_grad(%t, %s)
+                                    undefined:  return None
 
 The order of the sum (earlier gradients first) is that of autograd's accumulation in eager FSDP2.
 """
@@ -57,7 +57,9 @@ def decide(graph: Graph, ctx: PassContext) -> FlagsEdit:
 
 
 def dead_outputs(graph: Graph, undefined: frozenset[str]) -> tuple[int, ...]:
-    """Positions of results that depend on `undefined` tangents and on no other tangent: in eager these gradients are None."""
+    """Positions of results that depend on `undefined` tangents and on no other tangent: in eager these gradients are
+    None.
+    """
     if not undefined:
         return ()
     defined = {node.name for node in graph.nodes if is_tangent(node)} - undefined

@@ -1,7 +1,7 @@
 """Decides which gathers and which reductions become one collective: one bucket per unit, in FSDP2's parameter order.
 
-Needs: a forward, backward or inference graph with markers. Leaves: ``meta["bucket"]`` on every marker. A bucket has one process group,
-dtype and reshard policy, so a unit with parameters of several dtypes has several buckets.
+Needs: a forward, backward or inference graph with markers. Leaves: ``meta["bucket"]`` on every marker. A bucket has
+one process group, dtype and reshard policy, so a unit with parameters of several dtypes has several buckets.
 
     %a = unshard(%s0)   ->   bucket "gather:layers.0"
     %b = unshard(%s1)   ->   bucket "gather:layers.0"
@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir import PassContext, is_call, reductions, shard_placeholder, spec_of, unshards
-from graphshard.markers import UNSHARD
+from graphshard.markers import UNSHARD, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class BucketsEdit:
 
 def decide(graph: Graph, ctx: PassContext) -> BucketsEdit:
     """Groups the markers that have no bucket yet."""
-    groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    groups: dict[tuple[str, str, torch.dtype, ShardSpec], list[Node]] = defaultdict(list)
     for node in [*unshards(graph), *reductions(graph)]:
         if "bucket" not in node.meta:
             kind = "gather" if is_call(node, UNSHARD) else "reduce"

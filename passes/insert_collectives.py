@@ -1,15 +1,16 @@
 """Turns markers into collectives: cast, flat copy-in, launch, wait, copy-out.
 
-Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own. Leaves: no marker. A gather
-stands where the first of its parameters is used, a reduction where the last of its gradients is ready.
+Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own. Leaves: no
+marker. A gather stands where the first of its parameters is used, a reduction where the last of its gradients is
+ready.
 
     %a = unshard(%s0)            %in = cat([%s0, %s1])                    # copy-in
     %b = unshard(%s1)     ->     %ag = all_gather_into_tensor(%in)        # launch
                                  %w = wait_tensor(%ag)
                                  %a = reshape(split(view(%w, [W, -1]), 0))  # copy-out
 
-Dim 0 is padded per parameter, so that every rank's part is equal. Launches are out of place: with ``_out`` variants Inductor reuses the
-input before the wait. With one rank a gather is a cast or a view and a reduction a cast.
+Dim 0 is padded per parameter, so that every rank's part is equal. Launches are out of place: with ``_out`` variants
+Inductor reuses the input before the wait. With one rank a gather is a cast or a view and a reduction a cast.
 Source: the buffer layout is FSDP2's, `[W, sum of shards]`.
 """
 
@@ -45,7 +46,9 @@ from graphshard.markers import UNSHARD, padded_shape, reduce_ops
 
 @dataclass(frozen=True)
 class Insertion:
-    """One collective to insert: its bucket, markers in bucket order, their FQNs, and the marker that it is placed at."""
+    """One collective to insert: its bucket, markers in bucket order, their FQNs, and the marker that it is placed
+    at.
+    """
 
     bucket: str
     markers: tuple[str, ...]
@@ -125,7 +128,10 @@ def _insert_gather(build: Builder, markers: list[Node], insertion: Insertion) ->
         rows = build.reshape(full, [world_size, sum(numels)])
         split = build.call(aten.split_with_sizes.default, rows, numels, 1)
         parts = [build.call(operator.getitem, split, i) for i in range(len(numels))]
-    return [_unpad(build, build.reshape(part, padded_shape(size, world_size)), size) for part, size in zip(parts, sizes, strict=True)]
+    return [
+        _unpad(build, build.reshape(part, padded_shape(size, world_size)), size)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def _unpad(build: Builder, padded: Node, size: tuple[int, ...]) -> Node:
@@ -151,7 +157,9 @@ def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion)
     build.meta["role"] = "copy_in"
     rows = [_grad_rows(build, marker.args[0], reduce_dtype, world_size) for marker in markers]
     numels = [val(row).numel() // world_size for row in rows]
-    flat = build.reshape(build.call(aten.cat.default, rows, 1) if len(rows) > 1 else rows[0], [sum(numels) * world_size])
+    flat = build.reshape(
+        build.call(aten.cat.default, rows, 1) if len(rows) > 1 else rows[0], [sum(numels) * world_size]
+    )
     ops = reduce_ops(reduce_dtype, world_size)
     flat = _divide(build, flat, ops.predivide)
     if world_size == 1:
@@ -159,7 +167,13 @@ def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion)
     else:
         launch = build.call(REDUCE_SCATTER, flat, ops.op, world_size, group, role="launch")
         launch.meta["collective"] = Collective(
-            "reduce_scatter", insertion.bucket, group, world_size, reduce_dtype, ops.op, _members(insertion.fqns, numels)
+            "reduce_scatter",
+            insertion.bucket,
+            group,
+            world_size,
+            reduce_dtype,
+            ops.op,
+            _members(insertion.fqns, numels),
         )
         reduced = build.call(WAIT, launch, role="wait")
     build.meta["role"] = "copy_out"

@@ -1,8 +1,8 @@
 """Places launches and waits: gathers one unit ahead, reduce-scatters awaited late.
 
-Needs: a graph with launches and waits, no marker. Leaves: a permutation. The first gather is launched at the top; each other one when
-the gather before it has arrived, so that it overlaps the compute of the unit before. A reduce-scatter is launched when its gradients are
-ready and awaited when the next one's copy-in begins, the last one at the end.
+Needs: a graph with launches and waits, no marker. Leaves: a permutation. The first gather is launched at the top; each
+other one when the gather before it has arrived, so that it overlaps the compute of the unit before. A reduce-scatter
+is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at the end.
 
     ag0; w0; compute0; ag1; w1; compute1   ->   ag0; w0; ag1; compute0; w1; compute1
 

@@ -31,7 +31,8 @@ class ReshardEdit:
 
 def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
     """Reads each marker's own policy."""
-    again, save = [], []
+    again: list[str] = []
+    save: list[str] = []
     for node in unshards(graph):
         if "reshard_tagged" not in node.meta:
             spec = spec_of(node)

@@ -56,7 +56,7 @@ class FunctionName:
 
 @functools.cache
 def _module(name: str, file: str) -> ModuleType:
-    if (loaded := sys.modules.get(name)) is not None and _is_from(loaded.__file__, file):
+    if (loaded := sys.modules.get(name)) is not None and _is_from(getattr(loaded, "__file__", None), file):
         return loaded
     try:
         found = importlib.util.find_spec(name)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from graphshard import driver
+from graphshard.passes.apply_flags import HELD_PREFIX
 
 _COLLECTIVE = torch.ops._c10d_functional
 
@@ -45,6 +46,11 @@ def stale_gather() -> AbstractContextManager[Edited]:
 def wrong_divide_factor() -> AbstractContextManager[Edited]:
     """Averages become sums, sums become averages."""
     return _mutated(lambda gm, direction: swap_average_and_sum(gm))
+
+
+def lost_accumulation() -> AbstractContextManager[Edited]:
+    """A backward that reduces forgets what the backwards before it had accumulated."""
+    return _mutated(lambda gm, direction: lose_accumulations(gm))
 
 
 @contextmanager
@@ -94,6 +100,20 @@ def swap_average_and_sum(gm: fx.GraphModule) -> int:
     for node in nodes:
         node.update_arg(1, swapped[str(node.args[1])])
     return _finished(gm, nodes)
+
+
+def lose_accumulations(gm: fx.GraphModule) -> int:
+    """Takes each sum with a held gradient out again; returns how many.
+
+    `%t = add(%held_s, %g)` -> `%g`.
+    """
+    held = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name.startswith(HELD_PREFIX)]
+    sums = [node for placeholder in held for node in placeholder.users]
+    for node in sums:
+        (fresh,) = (operand for operand in node.all_input_nodes if operand not in held)
+        node.replace_all_uses_with(fresh)
+        gm.graph.erase_node(node)
+    return _finished(gm, sums)
 
 
 def _launches(gm: fx.GraphModule, *names: str) -> list[fx.Node]:

@@ -157,6 +157,7 @@ def training_test(
         import pytest  # here: running on ranks needs no pytest
 
         def test(*, backend: str, **arguments: Any) -> None:
+            __tracebackhide__ = True
             name = FunctionName.of(body)
             pool(world_size).run(_compare_passes, name, backend, arguments, settings, timeout_s=timeout_s)
 

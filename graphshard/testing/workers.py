@@ -87,6 +87,7 @@ class WorkerPool:
             TypeError: if `function` is not a module-level function.
             RankFailed: if it raised, died or did not end on some rank.
         """
+        __tracebackhide__ = True  # pytest shows the test and the ranks' words, not the pool
         name = FunctionName.of(function)
         arguments = pickle.dumps(args)
         if not self._workers:
@@ -136,6 +137,7 @@ class WorkerPool:
         Raises:
             RankFailed: after the pool was killed, if some rank has no result.
         """
+        __tracebackhide__ = True
         try:
             replies, silent, all_in_time = self._collect(timeout_s)
             failed = {rank for rank, reply in replies.items() if reply.error}
@@ -219,6 +221,7 @@ def _received(connection: Connection) -> Reply | None:
 def _worker_environment() -> dict[str, str]:
     """This process's variables, and those that libraries read while they are imported."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    wanted["KINETO_LOG_LEVEL"] = "6"  # the profiler's own words would hide those of a failed test
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host name may not resolve inside a container
     return {**wanted, **os.environ}

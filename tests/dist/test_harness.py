@@ -1,38 +1,32 @@
-"""The harness itself: comparisons that see the last bit, parity checks that fail when the engine is broken."""
+"""The harness itself: parity checks agree with a healthy engine and fail with one that is broken on purpose."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import graphshard
+from graphshard.report import Report
 from graphshard.testing import (
-    Bitwise,
     ParityError,
-    Tolerance,
+    RankFailed,
     TrainingRun,
-    Ulps,
-    Where,
     WorkerPool,
     check_parity,
-    compare_named,
-    compare_nested,
-    compare_tensors,
     mutants,
     training_test,
-    ulp_distance,
 )
-
-FAR = torch.iinfo(torch.int64).max
-HERE = Where("gradient", step=2, rank=0)
+from graphshard.testing.reference import shard_eager
 
 
 class Net(nn.Module):
@@ -53,120 +47,6 @@ class Net(nn.Module):
 
 def net_inputs(index: int, rank: int) -> tuple[Tensor]:
     return (torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * index + rank)),)
-
-
-# --- distances and tolerances
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_ulp_distance_counts_representable_numbers(dtype: torch.dtype) -> None:
-    one = torch.ones(1, dtype=dtype)
-    above = torch.nextafter(one.float(), torch.full((1,), 2.0)) if dtype == torch.float32 else one
-    if dtype == torch.float32:
-        assert ulp_distance(one, above).item() == 1
-    eps = torch.finfo(dtype).eps
-    assert ulp_distance(one, one + 3 * eps).item() == 3
-    tiny = torch.full((1,), torch.finfo(dtype).smallest_normal, dtype=dtype)
-    zero, minus_zero = torch.zeros(1, dtype=dtype), -torch.zeros(1, dtype=dtype)
-    assert ulp_distance(zero, minus_zero).item() == 0
-    assert ulp_distance(tiny, -tiny).item() == 2 * ulp_distance(zero, tiny).item()
-    nan = torch.full((1,), math.nan, dtype=dtype)
-    assert [ulp_distance(nan, one).item(), ulp_distance(nan, -nan).item()] == [FAR, 0]
-
-
-def test_ulp_distance_of_far_fp64_saturates() -> None:
-    big = torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64)
-    assert ulp_distance(big, -big).item() == FAR
-
-
-def test_bitwise_says_what_differs() -> None:
-    want = torch.arange(6, dtype=torch.float32).view(2, 3)
-    got = want.clone()
-    got[0, 2] = torch.nextafter(got[0, 2], torch.tensor(9.0))
-    got[1, 1] += 1
-    message = "\n".join(
-        [
-            r"gradient 'head.bias', step 2, rank 0: 2 of 6 elements differ by more than Bitwise .* allows",
-            r"  largest: index \[1, 1\], got 5.0, want 4.0 \(2097152 ulp, 1\)",
-            r"  first: index \[0, 2\], got 2.0000002\d*, want 2.0 \(1 ulp, 2.38e-07\)",
-        ]
-    )
-    with pytest.raises(ParityError, match=message):
-        compare_named({"head.bias": got}, {"head.bias": want}, tolerance=Bitwise(), where=HERE)
-    got[1, 1] -= 1
-    assert compare_tensors(got, want, tolerance=Ulps(1, "for this test"), where=HERE) == 1
-
-
-@pytest.mark.parametrize(
-    ("got", "want", "accepting", "rejecting"),
-    [
-        (-0.0, 0.0, Bitwise("for this test", equal_zeros="the sign of an empty sum"), Bitwise()),
-        (math.nan, math.nan, Bitwise(nan="same places"), Bitwise()),
-        (math.nan, math.nan, Ulps(0, "for this test", nan="same places"), Ulps(9, "for this test")),
-        (1e-9, -1e-9, Ulps(0, "sums cancel", atol=1e-8), Ulps(1000, "for this test")),
-    ],
-)
-def test_tolerance_is_explicit(got: float, want: float, accepting: Tolerance, rejecting: Tolerance) -> None:
-    ours, theirs = torch.tensor([got]), torch.tensor([want])
-    compare_tensors(ours, theirs, tolerance=accepting, where=HERE)
-    with pytest.raises(ParityError):
-        compare_tensors(ours, theirs, tolerance=rejecting, where=HERE)
-
-
-def test_nan_never_equals_a_number() -> None:
-    with pytest.raises(ParityError, match="NaN"):
-        compare_tensors(torch.tensor([math.nan]), torch.ones(1), tolerance=Bitwise(nan="same places"), where=HERE)
-
-
-def test_ulps_want_a_reason() -> None:
-    with pytest.raises(ValueError, match="reason"):
-        Ulps(1, " ")
-
-
-@pytest.mark.parametrize(
-    ("got", "want", "message"),
-    [
-        ({"a": None}, {"a": torch.ones(2)}, r"'a', step 2, rank 0: got None, want a tensor torch.float32\[2\]"),
-        ({"a": None, "b": None}, {"b": None, "a": None}, r"order of names: got \['a', 'b'\], want \['b', 'a'\]"),
-        ({"a": None}, {"b": None}, r"missing \['b'\], unexpected \['a'\]"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(2, 1)}, r"got torch.float32\[2\], want torch.float32\[2, 1\]"),
-    ],
-)
-def test_compare_named_sees_names_order_and_none(got: Any, want: Any, message: str) -> None:
-    with pytest.raises(ParityError, match=message):
-        compare_named(got, want, tolerance=Bitwise(), where=HERE)
-
-
-def test_compare_nested_names_the_place() -> None:
-    with pytest.raises(ParityError, match="output 'logits.1', rank 0"):
-        compare_nested(
-            {"logits": [torch.ones(1), torch.zeros(1)], "n": 3},
-            {"logits": [torch.ones(1), torch.ones(1)], "n": 3},
-            tolerance=Bitwise(),
-            where=Where("output", rank=0),
-        )
-
-
-def dtensor_differences() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    full = torch.arange(8.0)
-    sharded = distribute_tensor(full, mesh, [Shard(0)])
-    others = [full, distribute_tensor(full, mesh, [Replicate()]), distribute_tensor(full + 1, mesh, [Shard(0)])]
-    messages = []
-    compare_tensors(sharded, sharded.clone(), tolerance=Bitwise(), where=HERE)
-    for other in others:
-        try:
-            compare_tensors(sharded, other, tolerance=Bitwise(), where=HERE)
-        except ParityError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_compare_tensors_of_dtensors(two_ranks: WorkerPool) -> None:
-    for kind, placements, values in two_ranks.run(dtensor_differences):
-        assert "got a DTensor, want a Tensor" in kind
-        assert "placements: got (Shard(dim=0),), want (Replicate(),)" in placements
-        assert "(this rank's shard), step 2, rank 0: 4 of 4 elements differ" in values
 
 
 # --- mutants on graphs of their own
@@ -256,26 +136,120 @@ def test_parity_fails_on_mutant(two_ranks: WorkerPool, fault: str, options: dict
         assert edited > 0
 
 
-def annotate_only(model: nn.Module, mesh: Any) -> None:
-    fully_shard(model, mesh=mesh)
-
-
-def frozen_net() -> nn.Module:
-    return Net().requires_grad_(False)
-
-
-def no_inputs_move(parameters: Any) -> torch.optim.Optimizer:
+def standing_still(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def outcome(options: dict[str, Any]) -> str:
+def outcome(build: Callable[[], nn.Module], options: dict[str, Any]) -> str:
     try:
-        check_parity(Net, net_inputs, init_device_mesh("cpu", (2,)), **options)
+        check_parity(build, net_inputs, init_device_mesh("cpu", (2,)), **options)
     except ParityError as error:
         return str(error)
     return "agreed"
 
 
 def test_parity_fails_when_no_parameter_moves(two_ranks: WorkerPool) -> None:
-    for told in two_ranks.run(outcome, {"optimizer": no_inputs_move}):
+    for told in two_ranks.run(outcome, Net, {"optimizer": standing_still}):
         assert "no parameter moved" in told
+
+
+class Broken(nn.Linear):
+    """Dynamo breaks the graph before the weight is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(x)
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def broken_net() -> nn.Module:
+    net = Net()
+    net.head = Broken(6, 3)
+    return net
+
+
+def test_parity_fails_when_a_part_ran_outside_programs(two_ranks: WorkerPool) -> None:
+    for told in two_ranks.run(outcome, broken_net, {}):
+        assert "ran outside compiled programs" in told
+        assert "head.weight gathered eagerly 3 times" in told
+    allowed = {"allow_eager": ("head.weight", "head.bias"), "expect_collectives": None}
+    assert two_ranks.run(outcome, broken_net, allowed) == ["agreed"] * 2
+
+
+def silent_fallback() -> str:
+    def compile_nothing(model: nn.Module, mesh: DeviceMesh, **options: object) -> nn.Module:
+        shard_eager(model, mesh, {}, None)
+        return model
+
+    with (
+        mock.patch.object(graphshard, "compile", compile_nothing),
+        mock.patch.object(graphshard, "report", lambda model: Report()),
+    ):
+        return outcome(Net, {})
+
+
+def test_parity_fails_when_everything_fell_back(two_ranks: WorkerPool) -> None:
+    for told in two_ranks.run(silent_fallback):
+        assert "the model did not run compiled: got programs []" in told
+
+
+# --- training_test
+
+
+@pytest.mark.parametrize("learning_rate", [0.1, 0.5])
+@training_test(expect_collectives="at_most")
+def test_training_test_of_a_healthy_engine(run: TrainingRun, learning_rate: float) -> None:
+    model = run.shard(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    for step in range(2):
+        loss = model(*net_inputs(step, run.rank)).square().mean()
+        torch.autograd.backward(loss)
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@training_test()
+def observes_nothing(run: TrainingRun) -> None:
+    run.shard(Net())(*net_inputs(0, run.rank))
+
+
+@training_test()
+def shards_nothing(run: TrainingRun) -> None:
+    run.observe(torch.ones(()), Net())
+
+
+@training_test()
+def never_trains(run: TrainingRun) -> None:
+    model = run.shard(Net())
+    run.observe(torch.ones(()), model)
+
+
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("replicate", "shard"))
+def differs_by_one_ulp(run: TrainingRun) -> None:
+    model = run.shard(Net(), annotate=on_inner_axis)
+    loss = model(*net_inputs(0, run.rank)).square().mean()
+    torch.autograd.backward(loss)
+    if not run.is_reference and run.rank == 1:
+        loss = torch.nextafter(loss.detach(), torch.tensor(math.inf))
+    run.observe(loss, model)
+
+
+def on_inner_axis(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh["shard"])
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        (observes_nothing, "run.observe"),
+        (shards_nothing, "never called run.shard"),
+        (never_trains, "did not run compiled"),
+        (differs_by_one_ulp, "rank 1 of 4 raised: .*ParityError: loss, step 0, rank 1: 1 of 1 elements differ"),
+    ],
+)
+def test_training_test_fails(test: Callable[..., None], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        test(backend="aot_eager")
