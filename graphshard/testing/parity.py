@@ -95,7 +95,7 @@ def check_parity(
         steps: optimizer steps.
         backend: of `graphshard.compile`.
         options: further options of `graphshard.compile`, or a function of the model for those that hold its modules.
-        annotate: shards both models, instead of `graphshard.find_units` and `fully_shard`.
+        annotate: shards both models, instead of `fully_shard` on `graphshard.find_units(model)`.
         loss: of an output.
         optimizer: made from the parameters.
         microbatches: forwards and backwards per optimizer step.

@@ -1,4 +1,4 @@
-"""The model under eager FSDP2, grouped as graphshard would group it: what a compiled model is compared with."""
+"""The model under eager FSDP2, in the units that graphshard would make: what a compiled model is compared with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
+from graphshard.units import resolve_units
 
 Annotate = Callable[[nn.Module, DeviceMesh], object]
 
@@ -43,8 +44,7 @@ def shard_eager(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], 
             f"strategy: got {strategy!r}; the reference knows fully_shard only: pass annotate(model, mesh)"
         )
     kwargs = {name: options[name] for name in _FULLY_SHARD if options.get(name) is not None}
-    units = options.get("units")
-    for unit in graphshard.find_units(model) if units is None else units:
+    for unit in resolve_units(model, options.get("units")):
         fully_shard(unit, mesh=mesh, **kwargs)
     fully_shard(model, mesh=mesh, **kwargs)
 

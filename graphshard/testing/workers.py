@@ -5,8 +5,9 @@ started when it is first used; every task gets a process group, a store namespac
 
     results = pool(2).run(function, argument)   # a list, by rank
 
-Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its traceback or the stacks of
-its threads, and retires the pool: the next task starts a fresh one.
+Workers are forks of one process that has imported torch and started no thread: a new pool is ready in a fraction of a
+second. Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its traceback or the
+stacks of its threads, and retires the pool: the next task starts a fresh one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from graphshard.testing.environment import exported, worker_environment
 from graphshard.testing.failures import Kind, RankFailed, RankFailure
 from graphshard.testing.functions import FunctionName
 from graphshard.testing.stacks import dump_stack, innermost_frame, last_output
@@ -118,9 +120,9 @@ class WorkerPool:
         context = get_context("forkserver")
         # One process imports torch, each worker is its fork: before any thread was started, and ready at once.
         context.set_forkserver_preload([serve.__module__])
-        environment = _worker_environment()
+        environment = worker_environment()
         # The fork server finds its imports by PYTHONPATH; the workers' own environment does not keep it.
-        with _exported({**environment, "PYTHONPATH": os.pathsep.join(sys.path)}):
+        with exported({**environment, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
                 output, stack = (str(Path(self._folder.name, f"rank{rank}.{kind}")) for kind in ("out", "stack"))
                 station = Station(rank, self.world_size, self._store.port, output, stack, environment)
@@ -216,30 +218,6 @@ def _received(connection: Connection) -> Reply | None:
         connection.close()
         return None
     return reply
-
-
-def _worker_environment() -> dict[str, str]:
-    """This process's variables, and those that libraries read while they are imported."""
-    wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    wanted["KINETO_LOG_LEVEL"] = "6"  # the profiler's own words would hide those of a failed test
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host name may not resolve inside a container
-    return {**wanted, **os.environ}
-
-
-@contextmanager
-def _exported(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables for the processes that are started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 _pools: dict[int, WorkerPool] = {}
