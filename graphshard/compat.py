@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -231,6 +231,12 @@ def log_artifact(name: str, text: str) -> None:
 def is_torch_operator(target: object) -> TypeGuard[Any]:
     """Whether the target of a node is an operator with a schema."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def eager_random_numbers() -> AbstractContextManager[None]:
+    """Inside, Inductor's code draws eager's random numbers instead of its own: for comparisons, not for speed."""
+    context: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return context
 
 
 def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from graphshard.errors import VerifyError
 from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 
 Direction = Literal["joint", "forward", "backward", "inference"]
@@ -219,17 +220,25 @@ class Builder:
         self.meta = meta
 
     def call(self, target: Callable[..., Any], *args: Any, **meta: Any) -> Node:
-        """Adds `target(*args)`."""
+        """Adds `target(*args)`; `meta` goes into the node's."""
+        return self.call_with(target, args, {}, **meta)
+
+    def call_with(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **meta: Any) -> Node:
+        """Adds `target(*args, **kwargs)`; `meta` goes into the node's."""
         with self._graph.inserting_before(self.anchor):
-            node = self._graph.call_function(target, args)
+            node = self._graph.call_function(target, args, kwargs)
         fake_args = fake(args)
         modes = [x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")]
         if not modes:
             raise AssertionError(f"{node}: no argument has a fake value")
         with modes[0], torch.no_grad():
-            node.meta["val"] = target(*fake_args)
+            node.meta["val"] = target(*fake_args, **kwargs)
         node.meta.update(self.meta, **meta)
         return node
+
+    def contiguous_copy(self, node: Node) -> Node:
+        """A fresh copy of `node` with contiguous strides."""
+        return self.call_with(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
     def cast(self, node: Any, dtype: torch.dtype) -> Node:
         """`node` in `dtype`; itself where it has it."""
@@ -240,6 +249,18 @@ class Builder:
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
         """`node` in `shape` (one dim may be -1); itself where it has it."""
         return node if tuple(val(node).shape) == tuple(shape) else self.call(aten.reshape.default, node, list(shape))
+
+
+def replace(old: Node, new: Node) -> None:
+    """Puts `new` in the place of `old` everywhere.
+
+    Raises:
+        VerifyError: G3, if their shapes, dtypes or strides differ: the nodes behind would be wrong, silently.
+    """
+    layouts = [(tuple(v.shape), v.dtype, v.stride()) for v in (val(old), val(new))]
+    if layouts[0] != layouts[1]:
+        raise VerifyError("G3", f"%{new.name} replaces %{old.name}: got {layouts[1]}, want {layouts[0]}")
+    old.replace_all_uses_with(new)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

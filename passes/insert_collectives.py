@@ -36,6 +36,7 @@ from graphshard.ir import (
     aten,
     is_call,
     reductions,
+    replace,
     shard_placeholder,
     spec_of,
     unshards,
@@ -95,7 +96,7 @@ def apply(graph: Graph, edit: CollectivesEdit) -> None:
         insert = _insert_gather if is_call(markers[0], UNSHARD) else _insert_reduction
         results = insert(Builder(graph, by_name[insertion.anchor], bucket_of=insertion.bucket), markers, insertion)
         for marker, result in zip(markers, results, strict=True):
-            marker.replace_all_uses_with(result)
+            replace(marker, result)
         done += markers
     for marker in done:  # last: they are the anchors
         graph.erase_node(marker)
@@ -127,7 +128,7 @@ def _insert_gather(build: Builder, markers: list[Node], insertion: Insertion) ->
     else:
         rows = build.reshape(full, [world_size, sum(numels)])
         split = build.call(aten.split_with_sizes.default, rows, numels, 1)
-        parts = [build.call(operator.getitem, split, i) for i in range(len(numels))]
+        parts = [build.contiguous_copy(build.call(operator.getitem, split, i)) for i in range(len(numels))]
     return [
         _unpad(build, build.reshape(part, padded_shape(size, world_size)), size)
         for part, size in zip(parts, sizes, strict=True)

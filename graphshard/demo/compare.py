@@ -65,3 +65,10 @@ def compare(results: Sequence[StepResult], bound: float) -> Comparison:
     mean_losses = torch.tensor([run.loss for run in results], dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean_losses)
     return Comparison(tuple(mean_losses.tolist()), tuple(run.grad_norm for run in results), largest.item(), bound)
+
+
+def on_all_ranks(passed: bool) -> bool:
+    """Whether a check passed on every rank. A collective."""
+    failures = torch.tensor(not passed, dtype=torch.int64)
+    dist.all_reduce(failures)
+    return not failures.item()
