@@ -35,14 +35,12 @@ from graphshard.ir import (
     PassContext,
     aten,
     is_call,
-    reductions,
     replace,
     shard_placeholder,
     spec_of,
-    unshards,
     val,
 )
-from graphshard.markers import UNSHARD, padded_shape, reduce_ops
+from graphshard.markers import REDUCE_GRAD, UNSHARD, padded_shape, reduce_ops
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollectivesEdit:
     """Collects the buckets in graph order."""
     buckets: dict[str, list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node in _markers(graph):
+        if is_call(node, UNSHARD) or is_call(node, REDUCE_GRAD):
             name, _ = node.meta.get("bucket", (node.name, 0))
             buckets[name].append(node)
     insertions = []
@@ -81,10 +79,6 @@ def decide(graph: Graph, ctx: PassContext) -> CollectivesEdit:
         fqns = tuple(ctx.params[shard_placeholder(node).name].fqn for node in nodes)
         insertions.append(Insertion(bucket, tuple(node.name for node in nodes), fqns, anchor.name))
     return CollectivesEdit(tuple(insertions))
-
-
-def _markers(graph: Graph) -> set[Node]:
-    return {*unshards(graph), *reductions(graph)}
 
 
 def apply(graph: Graph, edit: CollectivesEdit) -> None:

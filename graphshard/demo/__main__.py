@@ -63,7 +63,7 @@ def say_header(*runs: str) -> None:
     say(f"  step   {names}   {names}   equal")
 
 
-def say_summary(eager: list[StepResult], compiled: list[StepResult], rows: list[tuple[str, object, object]]) -> None:
+def say_summary(eager: list[StepResult], compiled: list[StepResult], rows: list[tuple[object, ...]]) -> None:
     """Both runs side by side; speeds are of the median step after the first."""
     tokens = BATCH_SIZE * ModelConfig().max_seq_len * MICROBATCHES * dist.get_world_size()
     eager_s, compiled_s = (statistics.median(result.wall_s for result in run[1:]) for run in (eager, compiled))
@@ -94,6 +94,7 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
     launched = {kind: report.collectives.get(kind, 0) / (steps - 1) for kind in COLLECTIVES}
     programs = str(report)
     eager_launched, profiled = eager.count_collectives(steps), compiled.count_collectives(steps)
+    first, last = comparisons[0].losses, comparisons[-1].losses
     steps_equal = sum(comparison.equal for comparison in comparisons)
     say()
     say_summary(
@@ -101,8 +102,8 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
         compiled_results,
         [
             ("steps equal", "", f"{steps_equal}/{steps}"),
-            ("loss, first step", *(f"{loss:.4f}" for loss in comparisons[0].losses)),
-            ("loss, last step", *(f"{loss:.4f}" for loss in comparisons[-1].losses)),
+            ("loss, first step", *(f"{loss:.4f}" for loss in first)),
+            ("loss, last step", *(f"{loss:.4f}" for loss in last)),
             ("all-gathers per step", eager_launched["all_gather"], f"{launched['all_gather']:g}"),
             ("reduce-scatters per step", eager_launched["reduce_scatter"], f"{launched['reduce_scatter']:g}"),
             ("compile seconds", "", f"{sum(p.passes_s + p.compile_s for p in report.programs):.1f}"),
@@ -112,7 +113,7 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
     say(textwrap.indent(programs, "  "))
     checks = {
         "every step is equal": steps_equal == steps,
-        "the loss falls": comparisons[-1].losses[1] < comparisons[0].losses[1],
+        "the loss falls": last[1] < first[1],
         "the model ran as compiled programs": sum(program.runs for program in report.programs) > 0,
         "the report counts what the profiler sees": launched == profiled,
         "all-gathers: at most eager's": launched["all_gather"] <= eager_launched["all_gather"],

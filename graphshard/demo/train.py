@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -99,10 +99,10 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Writes parameters and optimizer state as a distributed checkpoint."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        state_dict_saver.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, whichever engine it was."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        state_dict_loader.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

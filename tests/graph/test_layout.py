@@ -21,11 +21,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("graphshard",),
     ("api",),
+    ("engine",),
     ("backend",),
-    ("region", "capture", "units"),
+    ("region",),
     ("driver",),
     ("passes",),
-    ("ir", "plan", "printer", "verify", "markers"),
+    ("verify", "printer", "capture", "shards"),
+    ("ir",),
+    ("markers", "casts", "units", "report"),
     ("fsdp2", "compat", "env", "errors"),
 )
 
