@@ -51,7 +51,7 @@ def compile(
         model: a plain module, whose units are found from its structure, or one annotated by `fully_shard`, sharded as
             it is.
         mesh: 1-D data-parallel mesh; None for an annotated model, or for one mesh over all ranks.
-        strategy: ``"fully_shard"``. (``"replicate"`` is not compiled yet.)
+        strategy: ``"fully_shard"``, or ``"replicate"``, which is not compiled yet.
         units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
         reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; None: all
             but the root's.
@@ -94,7 +94,8 @@ def compile(
     if fsdp2.is_annotated(model):
         _check_annotated(model, mesh, sharding)
     else:
-        _annotate(model, _check_mesh(model, mesh), sharding)
+        _check_parameters(model, ignored_params or set())
+        _annotate(model, strategy, _check_mesh(model, mesh), sharding)
     model.__dict__[capture.ENGINE] = Engine(model, options)
     return model
 
@@ -110,11 +111,6 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
     ):
         if got not in wanted:
             raise ValueError(f"compile: {name}: got {got!r}, want one of {', '.join(map(repr, wanted))}")
-    if strategy == "replicate":
-        raise ValueError(
-            "compile: strategy: got 'replicate', which is not compiled yet; "
-            "use DistributedDataParallel, or 'fully_shard'"
-        )
     if not dist.is_initialized():
         raise RuntimeError(
             "compile: got no process group, want one; call torch.distributed.init_process_group first "
@@ -152,11 +148,34 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _annotate(model: nn.Module, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
+def _check_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Refuses what `fully_shard` would refuse, before it has sharded anything."""
+    for name, param in model.named_parameters():
+        if param in ignored:
+            continue
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"compile: parameter '{name}' is not initialized yet; run the lazy module once before")
+        if param.ndim == 0:
+            raise ValueError(f"compile: parameter '{name}' is a scalar; make it a tensor of one element, shape [1]")
+        if not param.is_contiguous():
+            raise NotImplementedError(
+                f"compile: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, not "
+                "contiguous ones; register a contiguous copy"
+            )
+
+
+def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
     arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
-    for unit in resolve_units(model, sharding["units"]):
-        fully_shard(unit, mesh=mesh, **arguments)
-    fully_shard(model, mesh=mesh, **arguments)
+    modules = [*resolve_units(model, sharding["units"]), model]
+    if strategy == "replicate":
+        for name in ("reshard_after_forward", "shard_placement_fn"):
+            if name in arguments:
+                raise ValueError(f"compile: {name}: got a value with strategy='replicate', which shards nothing")
+        for module in modules:
+            fsdp2.replicate(module, mesh, arguments)
+    else:
+        for module in modules:
+            fully_shard(module, mesh=mesh, **arguments)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ class Engine:
         self._backend = make_backend(self, options.backend)
         self._units = fsdp2.find_units(model)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks)
-        if not self._falls_back():
+        if not self._falls_back(unit.unsupported() for unit in self._units):
             self._mark_classes()
             self._hooks.detach()
 
@@ -81,29 +81,21 @@ class Engine:
             if any(id(child) in inner for child in module.modules() if child is not module)
         }
 
-    def _falls_back(self) -> bool:
-        """Whether something that is not compiled leaves the model to FSDP2; said once, an error if `strict`."""
-        reasons = [(unit.name, why) for unit in self._units if (why := unit.unsupported()) is not None]
-        reasons += [
-            (param.owners[0][1], why)
-            for unit in self._units
-            for param in unit.params
-            if (why := param.unsupported()) is not None
-        ]
-        for unit in self._units:
-            if (ignored := unit.ignored()) is not None:
-                self.report.say_once(f"{ignored} is ignored")
-        if not reasons:
+    def _falls_back(self, reasons: Iterable[str | None]) -> bool:
+        """Leaves the model to FSDP2 if there is a reason: said once, an error if `strict`."""
+        if (reason := next(filter(None, reasons), None)) is None:
             return False
-        where, why = reasons[0]
-        line = f"unit '{where or 'root'}' uses {why}, which is not compiled yet: the model runs in eager FSDP2"
+        line = f"{reason}, which is not compiled yet: the model runs in eager FSDP2"
         if self.options.strict:
             raise UnsupportedModel(f"{line}; got strict=True")
         self.report.say_once(line)
+        self._leave_compiled()
         return True
 
     def _prepare(self) -> bool:
         """Makes ready for a forward; False when the model is to run in eager FSDP2."""
+        if self._falls_back(unit.unsupported_now() for unit in self._units):
+            return False
         if not self._shards:
             fsdp2.lazy_init(self.model)
             fqns = fsdp2.parameter_names(self.model)
@@ -111,24 +103,19 @@ class Engine:
                 for index, param in enumerate(unit.params):
                     self._shards.append(Shard(param, fqns[id(param.parameter)], index, self.report))
             self._install()
-        elif self._reshard != self._reshard_settings() or not all(shard.is_current() for shard in self._shards):
-            if lost := [shard.fqn for shard in self._shards if shard.held is not None and not shard.is_current()]:
-                raise RuntimeError(
-                    f"{lost[0]}: its parameter was replaced while an unreduced gradient was held; "
-                    "run one backward with set_requires_gradient_sync(True) before"
-                )
+        elif self._watch.changed() or self._reshard != self._reshard_settings():
             for shard in self._shards:
-                if not shard.is_current():
-                    shard.renew()
+                shard.renew()
             self._install()
-        if self._falls_back():
-            self._leave_compiled()
-            return False
+        for unit in self._units:
+            if (ignored := unit.ignored()) is not None:
+                self.report.say_once(f"{ignored} is ignored")
         return True
 
     def _install(self) -> None:
         """Puts the leaves where properties and programs find them."""
         self._reshard = self._reshard_settings()
+        self._watch = fsdp2.ParameterWatch([shard.param for shard in self._shards])
         self.shard_at = {shard.leaf.data_ptr(): shard for shard in self._shards}
         for region in self.regions:
             region.forget_bindings()

@@ -6,7 +6,7 @@ state; the forward hooks are taken off and put back at the very place where FSDP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,42 @@ class ShardedParam:
         return None
 
 
+class ParameterWatch:
+    """Notices, before a forward, what happened to parameters since the last one. A tight loop: it runs in every
+    step.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        # (FSDP2's parameter, the flat shard it had, whether it was trainable, where it is registered, its name there)
+        self._seen = [
+            (param._raw, param.flat_shard, param.parameter.requires_grad, module._parameters, name)
+            for param in params
+            for module, name in param.owners
+        ]
+
+    def changed(self) -> bool:
+        """Whether a flat shard is another tensor, or a parameter is trainable where it was not, or the reverse.
+
+        Raises:
+            RuntimeError: for a parameter that was replaced in its module.
+        """
+        changed = False
+        for raw, flat, trainable, registered, name in self._seen:
+            parameter = raw.sharded_param
+            if raw._sharded_param_data is not flat or parameter.requires_grad is not trainable:
+                changed = True
+            if registered.get(name) is not parameter and registered.get(name) is not getattr(
+                raw, "_unsharded_param", 0
+            ):
+                raise RuntimeError(
+                    f"parameter '{raw._param_fqn or name}' was replaced after compile: got a "
+                    f"{type(registered.get(name)).__name__} that FSDP2 does not shard; copy values into the parameter "
+                    "instead (load_state_dict, or copy_ under no_grad)"
+                )
+        return changed
+
+
 class Unit:
     """What one `fully_shard` call manages: the parameters that are gathered and reduced together."""
 
@@ -139,24 +175,29 @@ class Unit:
         )
 
     def unsupported(self) -> str | None:
-        """What of this unit's settings, as they stand now, is not compiled; None: all of it is."""
-        raw = self._raw
-        if (layout := _unsupported_layout(raw)) is not None:
-            return layout
-        if raw._use_post_forward_mesh:
-            return "reshard_after_forward as an int"
-        if raw._all_reduce_hook is not None:
-            return "set_all_reduce_hook"
-        if getattr(raw, "gradient_divide_factor", None) is not None:
-            return "set_gradient_divide_factor"
-        if getattr(raw, "force_sum_reduction_for_comms", False):
-            return "set_force_sum_reduction_for_comms"
-        if getattr(raw, "reduce_scatter_unused_params", False):
-            return "set_reduce_scatter_unused_params"
-        for kind in ("_all_gather_comm", "_reduce_scatter_comm"):
-            if not type(getattr(raw, kind, None)).__name__.startswith(("Default", "NoneType")):
-                return "a custom all-gather or reduce-scatter"
+        """What of this unit's layout is not compiled, with its place; None: all of it is. It cannot change later."""
+        where = f"unit '{self.name or 'root'}'"
+        if (layout := _unsupported_layout(self._raw)) is not None:
+            return f"{where} uses {layout}"
+        for param in self.params:
+            if (what := param.unsupported()) is not None:
+                return f"parameter '{param.owners[0][1]}' of {where} uses {what}"
         return None
+
+    def unsupported_now(self) -> str | None:
+        """What of this unit's settings, as they stand now, is not compiled, with its place; None: all of it is."""
+        raw, what = self._raw, None
+        if raw._all_reduce_hook is not None:
+            what = "set_all_reduce_hook"
+        elif getattr(raw, "gradient_divide_factor", None) is not None:
+            what = "set_gradient_divide_factor"
+        elif getattr(raw, "force_sum_reduction_for_comms", False):
+            what = "set_force_sum_reduction_for_comms"
+        elif getattr(raw, "reduce_scatter_unused_params", False):
+            what = "set_reduce_scatter_unused_params"
+        elif not (_is_default(raw, "_all_gather_comm") and _is_default(raw, "_reduce_scatter_comm")):
+            what = "a custom all-gather or reduce-scatter"
+        return None if what is None else f"unit '{self.name or 'root'}' uses {what}"
 
     def ignored(self) -> str | None:
         """A setting that changes no result and that the compiled schedule does not follow, or None."""
@@ -164,6 +205,11 @@ class Unit:
         if state._states_to_forward_prefetch or state._states_to_backward_prefetch:
             return "set_modules_to_forward_prefetch / set_modules_to_backward_prefetch (prefetch stays one unit ahead)"
         return None
+
+
+def _is_default(raw: Any, kind: str) -> bool:
+    communication = getattr(raw, kind, None)
+    return communication is None or type(communication).__name__.startswith("Default")
 
 
 def _unsupported_layout(raw: Any) -> str | None:
@@ -174,12 +220,21 @@ def _unsupported_layout(raw: Any) -> str | None:
         return "hybrid sharding on a 2-D mesh"
     if getattr(mesh, "is_spmd_mesh", False):
         return "dp_mesh_dims"
+    if raw._use_post_forward_mesh:
+        return "reshard_after_forward as an int"
     return None
 
 
 def is_annotated(model: nn.Module) -> bool:
     """Whether `fully_shard` or `replicate` was applied to `model` or to a module inside it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh, policies: dict[str, Any]) -> None:
+    """Annotates `module` by torch's composable `replicate`, FSDP2's data parallelism without sharding."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    torch_replicate(module, mesh=mesh, **policies)
 
 
 def annotation_mesh(model: nn.Module) -> DeviceMesh | None:

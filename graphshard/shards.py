@@ -52,14 +52,20 @@ class Shard:
         if grad is not None:  # None: the program left this gradient unreduced, or none flowed
             self.param.deliver_grad(grad)
 
-    def is_current(self) -> bool:
-        """Whether the leaf still stands for what FSDP2 holds: not after `to(dtype)`, `requires_grad_` or
-        `load_state_dict(assign=True)`.
-        """
-        return self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad
-
     def renew(self) -> None:
-        """Makes a new leaf for what FSDP2 holds now."""
+        """Makes a new leaf if the parameter's storage or `requires_grad` changed: `to(dtype)`,
+        `load_state_dict(assign=True)`.
+
+        Raises:
+            RuntimeError: if an unreduced gradient of another dtype or size is held.
+        """
+        if self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad:
+            return
+        if self.held is not None:
+            raise RuntimeError(
+                f"{self.fqn}: its parameter changed while an unreduced gradient was held; run one backward with "
+                "set_requires_gradient_sync(True) before"
+            )
         self.leaf = self._make_leaf()
 
     def marker_args(self) -> tuple[Tensor, str]:

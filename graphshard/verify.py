@@ -147,10 +147,13 @@ def _aliases(node: Node) -> list[Node]:
 
 def _writes(user: Node, alias: Node) -> bool:
     schema = getattr(user.target, "_schema", None)
-    return schema is not None and any(
-        argument is alias and spec.alias_info is not None and spec.alias_info.is_write
-        for argument, spec in zip(user.args, schema.arguments, strict=False)
-    )
+    if schema is None:
+        return False
+    given = {**dict(zip((spec.name for spec in schema.arguments), user.args, strict=False)), **user.kwargs}
+    written = [
+        given.get(spec.name) for spec in schema.arguments if spec.alias_info is not None and spec.alias_info.is_write
+    ]
+    return any(item is alias for value in written for item in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def traffic(graph: Graph, ctx: PassContext) -> Traffic:
@@ -212,8 +215,9 @@ def random_operators(graph: Graph) -> list[str]:
 
 def check_permutation(graph: Graph, before: list[str], random_before: list[str]) -> None:
     """S1. `before`: names of all nodes, `random_before`: those that draw random numbers, both before the pass."""
-    if sorted(node.name for node in graph.nodes) != sorted(before):
-        raise VerifyError("S1", "a pass that only permutes has added or removed nodes")
+    now = {node.name for node in graph.nodes}
+    if changed := sorted(now.symmetric_difference(before)):
+        raise VerifyError("S1", f"a pass that only permutes has added or removed {', '.join(changed)}")
     if random_operators(graph) != random_before:
         raise VerifyError("S1", f"random operators moved: got {random_operators(graph)}, want {random_before}")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from graphshard.testing import Bitwise, TrainingRun, training_test
+from graphshard.testing import Bitwise, TrainingRun, Ulps, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 
@@ -139,7 +139,9 @@ def test_two_forwards_then_two_backwards(run: TrainingRun) -> None:
         run.observe(losses[1], model)
 
 
-@training_test(tolerance=BITWISE)
+@training_test(
+    tolerance=Ulps(8, "eager reduces the root's sum of both gradients once, each program reduces its own", atol=1e-9)
+)
 def test_two_forwards_then_one_backward(run: TrainingRun) -> None:
     model = run.shard(models.Decoder(layers=2))
     for index in range(2):
@@ -209,7 +211,7 @@ POLICIES = {
     "bf16, reduce f32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "f32, reduce bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     "reduce f64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
-    "no input casts": MixedPrecisionPolicy(output_dtype=torch.bfloat16, cast_forward_inputs=False),
+    "no input casts": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
     "all": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
 }
 
@@ -217,7 +219,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @training_test(expect_collectives="at_most", tolerance=BITWISE)
 def test_mixed_precision(run: TrainingRun, policy: str) -> None:
-    model = run.shard(models.Uneven() if run.world_size == 3 else models.Decoder(layers=2), mp_policy=POLICIES[policy])
+    model = run.shard(nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), Shift()), mp_policy=POLICIES[policy])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(2):
         for synchronized in (False, True):
@@ -294,13 +296,11 @@ def test_frozen_and_thawed_between_steps(run: TrainingRun) -> None:
 @training_test()
 def test_dtype_changes_after_sharding(run: TrainingRun) -> None:
     model: Any = run.shard(Shift())
-    for dtype in (torch.float32, torch.float64):
-        model.to(dtype)
-        x = models.features(0, run.rank)[0].to(dtype)
-        loss = model(x).square().mean()
+    model.to(torch.float64)
+    for index in range(2):
+        loss = model(models.features(index, run.rank)[0].double()).square().mean()
         loss.backward()
         run.observe(loss, model)
-        model.zero_grad()
 
 
 @training_test()

@@ -1,0 +1,210 @@
+"""Bad input: a clear error that names the argument, module or parameter, on every rank, before any collective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import models
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import graphshard
+from graphshard.testing import WorkerPool
+from graphshard.testing.reference import shard_eager
+
+
+@contextmanager
+def refused(error: type[Exception], message: str) -> Any:
+    with CommDebugMode() as communication, pytest.raises(error, match=message):
+        yield
+    assert communication.get_total_counts() == 0
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
+def arguments() -> None:
+    compile: Callable[..., Any] = graphshard.compile
+    with refused(TypeError, "model: got int, want an nn.Module"):
+        compile(3)
+    with refused(ValueError, "backend: got 'tensorrt', want one of 'inductor', 'aot_eager', 'eager'"):
+        compile(models.Decoder(), mesh(), backend="tensorrt")
+    with refused(ValueError, "strategy: got 'ddp'"):
+        compile(models.Decoder(), mesh(), strategy="ddp")
+    with refused(ValueError, "plan: got 'best'"):
+        compile(models.Decoder(), mesh(), plan="best")
+    with refused(ValueError, "regions: got 'layer'"):
+        compile(models.Decoder(), mesh(), regions="layer")
+    with refused(ValueError, r"units: got 'layers\.7'"):
+        compile(models.Decoder(), mesh(), units=["layers.7"])
+    with refused(TypeError, "units: got 7"):
+        compile(models.Decoder(), mesh(), units=[7])
+    with refused(TypeError, "mesh: got str"):
+        compile(models.Decoder(), "cpu")
+    with refused(ValueError, "not compiled; call graphshard.compile first"):
+        graphshard.report(models.Decoder())
+    with refused(TypeError, "eager: got str"), graphshard.eager("model"):  # type: ignore[arg-type]
+        pass
+
+
+def test_arguments(two_ranks: WorkerPool) -> None:
+    two_ranks.run(arguments)
+
+
+def meshes() -> None:
+    with refused(ValueError, "mesh: got 3 axes, want 1"):
+        graphshard.compile(models.Decoder(), init_device_mesh("cpu", (1, 1, 2)))
+    elsewhere = mock.Mock(spec=DeviceMesh, ndim=1, device_type="cuda")
+    elsewhere.__class__ = DeviceMesh
+    with refused(ValueError, r"parameter 'embed\.weight' is on cpu, but the mesh is on cuda"):
+        graphshard.compile(models.Decoder(), elsewhere)
+    annotated = models.Decoder()
+    fully_shard(annotated, mesh=mesh())
+    with refused(ValueError, "the model is annotated with"):
+        graphshard.compile(annotated, init_device_mesh("cpu", (1, 2)))
+    with refused(ValueError, "reshard_after_forward: the model is annotated already"):
+        graphshard.compile(annotated, reshard_after_forward=True)
+
+
+def test_meshes(two_ranks: WorkerPool) -> None:
+    two_ranks.run(meshes)
+
+
+def compiled_twice() -> None:
+    model = graphshard.compile(models.Decoder(), mesh(), backend="aot_eager")
+    with refused(RuntimeError, "compiled already"):
+        graphshard.compile(model, mesh())
+    with refused(RuntimeError, "compiled already"):
+        graphshard.compile(nn.Sequential(model))
+
+
+def test_compiling_twice(two_ranks: WorkerPool) -> None:
+    two_ranks.run(compiled_twice)
+
+
+def refused_parameters() -> None:
+    model = models.Decoder()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with refused(ValueError, "parameter 'scale' is a scalar"):
+        graphshard.compile(model, mesh())
+    assert not isinstance(model.layers[0], torch.distributed.fsdp.FSDPModule)  # nothing was sharded before
+    model.scale = nn.Parameter(torch.ones(3, 2).t())
+    with refused(NotImplementedError, "parameter 'scale' of shape .* not contiguous ones"):
+        graphshard.compile(model, mesh())
+    with refused(ValueError, "parameter 'weight' is not initialized yet"):
+        graphshard.compile(nn.LazyLinear(3), mesh())
+
+
+def test_parameters_that_fsdp2_refuses(two_ranks: WorkerPool) -> None:
+    two_ranks.run(refused_parameters)
+
+
+def torch_version() -> None:
+    with mock.patch("torch.__version__", "2.9.1"), refused(RuntimeError, r"got torch 2\.9\.1, want 2\.11 to 2\.15"):
+        graphshard.compile(models.Decoder(), mesh())
+
+
+def test_torch_version(two_ranks: WorkerPool) -> None:
+    two_ranks.run(torch_version)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        graphshard.compile(models.Decoder())
+
+
+def tie_across_units() -> None:
+    model = models.Decoder()
+    model.layers[0].up.weight = model.layers[1].up.weight
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    graphshard.compile(model, backend="aot_eager")
+    with refused(ValueError, "already managed by another"):
+        model(*models.tokens(0, 0))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 checks ties across units from torch 2.12 on")
+def test_tie_across_units(two_ranks: WorkerPool) -> None:
+    two_ranks.run(tie_across_units)
+
+
+FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicate": ("strategy 'replicate'", {"strategy": "replicate"}),
+    "hybrid": ("hybrid sharding on a 2-D mesh", {}),
+    "offload": ("CPUOffloadPolicy", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "dim 1": ("shard_placement_fn with a dim other than 0", {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
+    "int": ("reshard_after_forward as an int", {"reshard_after_forward": 2}),
+}
+
+
+def falls_back(name: str) -> None:
+    what, options = FALLBACKS[name]
+    shape = (2, 2) if name == "hybrid" else (4,)
+    its_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
+
+    with refused(graphshard.UnsupportedModel, f"uses {what}, which is not compiled yet.*strict=True"):
+        graphshard.compile(build(), its_mesh, strict=True, **options)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("graphshard").addHandler(handler)
+    model, reference = graphshard.compile(build(), its_mesh, **options), build()
+    if name == "replicate":
+        graphshard.fsdp2.replicate(reference, its_mesh, {})
+    else:
+        shard_eager(reference, its_mesh, options, None)
+    x = models.features(0, torch.distributed.get_rank())[0]
+    for _ in range(2):
+        for m in (model, reference):
+            m(x).square().mean().backward()
+    with graphshard.eager(model):
+        pass
+    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(got.grad.to_local(), want.grad.to_local())  # type: ignore[union-attr]
+    (line,) = graphshard.report(model).fallbacks
+    assert what in line and [record.getMessage() for record in records] == [f"graphshard: {line}"]
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_is_not_compiled_runs_in_eager_fsdp2_and_says_so(four_ranks: WorkerPool, name: str) -> None:
+    four_ranks.run(falls_back, name)
+
+
+def setting_after_compile() -> None:
+    model = graphshard.compile(models.Decoder(layers=2), mesh(), backend="aot_eager")
+    model(*models.tokens(0, 0)).square().mean().backward()
+    model.layers[1].set_all_reduce_hook(lambda gradient: None)
+    model(*models.tokens(0, 0)).square().mean().backward()
+    (line,) = graphshard.report(model).fallbacks
+    assert "unit 'layers.1' uses set_all_reduce_hook" in line
+
+
+def test_unsupported_setting_after_compile_is_noticed(two_ranks: WorkerPool) -> None:
+    two_ranks.run(setting_after_compile)
+
+
+def replaced_parameter() -> None:
+    model = graphshard.compile(models.Decoder(layers=2), mesh(), backend="aot_eager")
+    model(*models.tokens(0, 0)).square().mean().backward()
+    model.head.weight = nn.Parameter(torch.zeros(models.VOCAB, models.DIM))
+    with pytest.raises(RuntimeError, match=r"parameter 'head\.weight' was replaced"):
+        model(*models.tokens(0, 0))
+
+
+def test_replaced_parameter_is_noticed(two_ranks: WorkerPool) -> None:
+    two_ranks.run(replaced_parameter)

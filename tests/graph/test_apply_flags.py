@@ -1,0 +1,166 @@
+"""One backward graph for each state of gradient accumulation and of outputs without a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Node
+
+from graphshard.ir import Flags, aten, output_args
+from graphshard.markers import REDUCE_GRAD
+from graphshard.passes import apply_flags
+from graphshard.passes.apply_flags import FlagsEdit
+from tests.graph.graphs import BF16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
+
+A, B = Weight("a", (4, 3)), Weight("b", (5,), 1)
+
+
+def backward_of_two_outputs(*weights: Weight) -> Marked:
+    """Tangents 1 and 2 each give a weight its gradient; a third weight, if any, gets the sum of both."""
+    build = GraphBuilder("backward")
+    for weight in weights:
+        build.shard(weight)
+    tangents = [build.input(f"tangents_{i}", weight.size, weight.spec.dtype) for i, weight in enumerate(weights[:2], 1)]
+    grads = [build.call(aten.mul.Tensor, tangent, 2) for tangent in tangents]
+    if len(weights) == 3:
+        grads.append(build.call(aten.add.Tensor, tangents[0], build.call(aten.sum.default, tangents[1])))
+    return build.finish(*(build.reduce(grad, weight) for grad, weight in zip(grads, weights, strict=True)))
+
+
+def applied(marked: Marked) -> FlagsEdit:
+    edit = apply_flags.decide(marked.graph, marked.ctx)
+    apply_flags.apply(marked.graph, edit)
+    marked.graph.lint()
+    assert not apply_flags.decide(marked.graph, marked.ctx)
+    return edit
+
+
+def placeholders(marked: Marked) -> list[str]:
+    return [node.name for node in marked.graph.nodes if node.op == "placeholder"]
+
+
+def test_flags_default_decides_nothing() -> None:
+    assert not applied(backward_of_two_outputs(A, B))
+
+
+@pytest.mark.parametrize("direction", ["forward", "inference", "joint"])
+def test_flags_are_for_backward_only(direction: str) -> None:
+    marked = toy_forward(toy_weights(), direction).flagged(unreduced=frozenset({"head_shard"}))  # type: ignore[arg-type]
+    assert not applied(marked)
+
+
+def test_flags_unreduced_hands_out_the_gradient_itself() -> None:
+    marked = backward_of_two_outputs(A, B).flagged(unreduced=frozenset({"a_shard"}))
+    assert applied(marked) == FlagsEdit(("reduce_grad_default",), (), ())
+    first, second = output_args(marked.graph)
+    assert first is marked.node("mul_tensor")
+    assert second.target is REDUCE_GRAD
+    assert placeholders(marked) == ["a_shard", "b_shard", "tangents_1", "tangents_2"]
+
+
+def test_flags_held_adds_what_was_accumulated_first() -> None:
+    marked = backward_of_two_outputs(A, B).flagged(held=("b_shard", "a_shard"))
+    assert applied(marked).held == ("reduce_grad_default_1", "reduce_grad_default")
+    # New arguments come last, in the order of the flag.
+    assert placeholders(marked)[-2:] == ["held_b_shard", "held_a_shard"]
+    for reduction, grad in zip(marked.calls(REDUCE_GRAD), ("mul_tensor", "mul_tensor_1"), strict=True):
+        total, shard = reduction.args[0], reduction.args[1]
+        assert isinstance(total, Node) and isinstance(shard, Node)
+        assert total.target is aten.add.Tensor
+        assert total.args == (marked.node(f"held_{shard.name}"), marked.node(grad))
+
+
+def test_flags_held_is_in_the_reduce_dtype() -> None:
+    weight = Weight("a", (4, 3), param_dtype=BF16, reduce_dtype=F32)
+    marked = backward_of_two_outputs(weight).flagged(held=("a_shard",))
+    applied(marked)
+    held, (total,) = marked.node("held_a_shard"), marked.calls(aten.add.Tensor)
+    assert (held.meta["val"].dtype, held.meta["val"].shape) == (F32, (4, 3))
+    assert total.meta["val"].dtype == F32
+
+
+def test_flags_undefined_makes_dead_results_none() -> None:
+    marked = backward_of_two_outputs(A, B).flagged(undefined=frozenset({"tangents_1"}))
+    assert applied(marked) == FlagsEdit((), (), (0,))
+    first, second = output_args(marked.graph)
+    assert first is None
+    assert second.target is REDUCE_GRAD
+    assert [node.name for node in marked.calls(aten.mul.Tensor)] == ["mul_tensor_1"]
+    assert len(placeholders(marked)) == 4  # arguments stay
+
+
+def test_flags_undefined_keeps_results_that_another_tangent_reaches() -> None:
+    marked = backward_of_two_outputs(A, B, Weight("c", (4, 3), 2)).flagged(undefined=frozenset({"tangents_1"}))
+    assert applied(marked).dead_outputs == (0,)
+    assert [result is None for result in output_args(marked.graph)] == [True, False, False]
+
+
+def test_flags_undefined_everywhere_leaves_nothing() -> None:
+    marked = backward_of_two_outputs(A, B, Weight("c", (4, 3), 2)).flagged(
+        undefined=frozenset({"tangents_1", "tangents_2"})
+    )
+    applied(marked)
+    assert output_args(marked.graph) == [None, None, None]
+    assert all(node.op in ("placeholder", "output") for node in marked.graph.nodes)
+
+
+def test_flags_undefined_keeps_results_without_any_tangent() -> None:
+    build = GraphBuilder("backward")
+    x, tangent = build.input("x", [3]), build.input("tangents_1", [3])
+    marked = build.finish(build.call(aten.neg.default, x), build.call(aten.neg.default, tangent), None)
+    marked = marked.flagged(undefined=frozenset({"tangents_1"}))
+    assert applied(marked).dead_outputs == (1,)
+    assert output_args(marked.graph)[0] is not None
+
+
+def test_flags_undefined_keeps_random_operators() -> None:
+    build = GraphBuilder("backward")
+    tangents = [build.input(f"tangents_{i}", [3]) for i in (1, 2)]
+    drawn = [build.call(aten.bernoulli.p, tangent, 0.5) for tangent in tangents]
+    marked = build.finish(*drawn).flagged(undefined=frozenset({"tangents_1"}))
+    applied(marked)
+    # Erasing the first would give the second other numbers than in eager, where both are drawn.
+    assert len(marked.calls(aten.bernoulli.p)) in (1, 2)
+
+
+def test_flags_mix() -> None:
+    weights = [*toy_weights(1), Weight("other", (3,), 1)]
+    build_flags = {
+        "unreduced": frozenset({"head_shard"}),
+        "held": ("blocks_0_bias_shard",),
+        "undefined": frozenset({"tangents_2"}),
+    }
+    build = GraphBuilder("backward")
+    for weight in weights:
+        build.shard(weight)
+    tangents = [build.input(f"tangents_{i}", [4]) for i in (1, 2)]
+    grads = [
+        build.call(aten.expand.default, build.call(aten.sum.default, tangents[weight.fqn == "other"]), list(weight.size))
+        for weight in weights
+    ]
+    marked = build.finish(*(build.reduce(grad, weight) for grad, weight in zip(grads, weights, strict=True)))
+    marked = marked.flagged(**build_flags)
+    edit = applied(marked)
+    assert (len(edit.unreduced), len(edit.held), edit.dead_outputs) == (1, 1, (3,))
+    block_weight, block_bias, head, other = output_args(marked.graph)
+    assert other is None
+    assert head is marked.node("expand_default_2")
+    assert block_bias.args[0].args[0].name == "held_blocks_0_bias_shard"
+    assert block_weight.target is block_bias.target is REDUCE_GRAD
+
+
+def test_flags_print_what_differs_from_the_default() -> None:
+    assert str(Flags()) == "default"
+    flags = Flags(frozenset({"a", "b"}), ("c",), frozenset({"tangents_2", "tangents_1"}))
+    assert str(flags) == "unreduced=2 held=1 undefined=tangents_1,tangents_2"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_flags_leave_values_of_the_right_type(world_size: int) -> None:
+    weights = toy_weights(world_size=world_size, param_dtype=BF16, reduce_dtype=F32)
+    marked = toy_backward(weights).flagged(unreduced=frozenset(weight.shard_name for weight in weights))
+    applied(marked)
+    for weight, result in zip(weights, output_args(marked.graph), strict=True):
+        value = result.meta["val"]
+        assert (tuple(value.shape), value.dtype) == (weight.size, BF16)
+    assert not [node for node in marked.graph.nodes if node.target in (REDUCE_GRAD, torch.nan)]
