@@ -187,6 +187,12 @@ def compile_graph_inductor(
     return compiled
 
 
+def generated_code(compiled: object) -> str | None:
+    """Source of the code that Inductor generated; None for anything else."""
+    source = getattr(compiled, "source_code", None)
+    return source if isinstance(source, str) else None
+
+
 @dataclass(frozen=True)
 class CompileState:
     """The contexts of a compilation, so that another program of the same region can be compiled long after it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.compat import CompileState, boxed, compiled_function_node, keeps_graph
+from graphshard.compat import CompileState, boxed, compiled_function_node, generated_code, keeps_graph
 from graphshard.errors import UnsupportedModel
 from graphshard.ir import (
     LAUNCHES,
@@ -31,6 +31,7 @@ from graphshard.ir import (
     unshards,
 )
 from graphshard.passes.apply_flags import dead_outputs, is_tangent
+from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
 
@@ -191,6 +192,7 @@ class Region:
                 run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
         else:
             run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
+        compile_s = time.perf_counter() - start
         counts = Counter(LAUNCHES[node.target] for node in launches(lowered.gm.graph))
         record = ProgramRecord(
             self.number,
@@ -198,7 +200,9 @@ class Region:
             str(flags),
             {str(kind): count for kind, count in counts.items()},
             lowered.passes_s,
-            time.perf_counter() - start,
+            compile_s,
+            ir=format_graph(lowered.gm.graph),
+            code=generated_code(run),
         )
         self.engine.report.programs.append(record)
         return Program(run, record)

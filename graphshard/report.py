@@ -23,6 +23,8 @@ class ProgramRecord:
         collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
         passes_s: seconds in graphshard's passes.
         compile_s: seconds in the compiler behind them.
+        ir: the lowered graph, one line per node.
+        code: what the compiler made of it, if it keeps its source.
     """
 
     region: int
@@ -32,6 +34,8 @@ class ProgramRecord:
     passes_s: float
     compile_s: float
     runs: int = 0
+    ir: str = field(default="", repr=False)
+    code: str | None = field(default=None, repr=False)
 
 
 @dataclass

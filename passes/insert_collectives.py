@@ -142,7 +142,13 @@ def _unshard_alone(build: Builder, marker: Node, shard: Node, size: tuple[int, .
 
 
 def _escapes(node: Node) -> bool:
-    return any(user.op == "output" or (user.target in VIEWS and _escapes(user)) for user in node.users)
+    return any(user.op == "output" or (_may_view(user) and _escapes(user)) for user in node.users)
+
+
+def _may_view(node: Node) -> bool:
+    """Whether the result of `node` may share memory with an argument: `VIEWS`, and whatever else its schema says."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return node.target in VIEWS or node.target is operator.getitem or any(out.alias_info for out in returns)
 
 
 def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion) -> list[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import models
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.compat import eager_random_numbers
-from graphshard.testing import Bitwise, Tolerance, Ulps, WorkerPool, check_parity
+from graphshard.testing import Bitwise, Ulps, WorkerPool, check_parity
 
 # -0.0: what a dead branch adds to a gradient.
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
@@ -25,7 +25,12 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"build": models.Checkpointed, "inputs": models.tokens},
     "read_thrice": {"build": models.ReadThrice, "inputs": models.features},
     "conv_batchnorm": {"build": models.ConvNet, "inputs": models.images},
-    "lstm": {"build": models.Recurrent, "inputs": models.sequences, "allow_eager": ("rnn.",), "expect_collectives": None},
+    "lstm": {
+        "build": models.Recurrent,
+        "inputs": models.sequences,
+        "allow_eager": ("rnn.",),
+        "expect_collectives": None,
+    },
     "dropout": {"build": models.Dropped, "inputs": models.features},
     "low_rank": {"build": models.LowRank, "inputs": models.features},
     "partly_frozen": {"build": models.PartlyFrozen, "inputs": models.features},

@@ -1,0 +1,61 @@
+"""Launches, waits and matrix products come in Inductor's generated code in the order that the passes decided."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import models
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.testing import WorkerPool
+
+EVENTS = {
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "wait_tensor": "wait",
+    "addmm": "compute",
+    "mm": "compute",
+    "bmm": "compute",
+}
+
+
+def events_in_ir(ir: str) -> list[str]:
+    calls = (re.search(r"= (\w+)\(", line) for line in ir.splitlines())
+    return [EVENTS[call[1]] for call in calls if call and call[1] in EVENTS]
+
+
+def events_in_code(code: str) -> list[str]:
+    pattern = r"^\s+(?:\w+ = )?(?:torch\.ops\._c10d_functional|extern_kernels)\.(\w+)(?:\.default)?\("
+    return [EVENTS[call] for call in re.findall(pattern, code, re.MULTILINE) if call in EVENTS]
+
+
+def orders() -> list[tuple[str, list[str], list[str]]]:
+    torch.manual_seed(0)
+    model: Any = graphshard.compile(models.Decoder(layers=3), init_device_mesh("cpu", (2,)))
+    x = models.tokens(0, torch.distributed.get_rank())
+    model.set_requires_gradient_sync(False)
+    model(*x).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    model(*x).square().mean().backward()
+    with torch.no_grad():
+        model(*x)
+    programs = graphshard.report(model).programs
+    return [(p.direction, events_in_ir(p.ir), events_in_code(p.code or "")) for p in programs]
+
+
+def test_generated_code_keeps_the_order(two_ranks: WorkerPool) -> None:
+    for programs in two_ranks.run(orders):
+        assert [direction for direction, _, _ in programs] == ["forward", "backward", "backward", "inference"]
+        for direction, in_ir, in_code in programs:
+            assert in_code == in_ir, direction
+    forward, unreduced, reduced, inference = (in_ir for _, in_ir, _ in programs)
+    # The second gather is launched when the first has arrived, before any compute; the others one unit ahead.
+    assert forward[:4] == inference[:4] == ["gather", "wait", "gather", "wait"]
+    assert forward[4] == inference[4] == "gather"
+    assert "scatter" not in unreduced and unreduced.count("gather") == 3
+    # A reduce-scatter is awaited when the next one is launched, with compute between.
+    first, second = [i for i, event in enumerate(reduced) if event == "scatter"][:2]
+    assert "compute" in reduced[first + 1 : second] and reduced[second - 1] == "wait"
