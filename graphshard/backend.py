@@ -35,6 +35,7 @@ BACKENDS = ("inductor", "aot_eager", "eager")
 class Engine(Protocol):
     """What the backend asks of the engine of a model."""
 
+    name: str
     report: Report
     shard_at: dict[int, Shard]
     regions: list[Region]
@@ -49,25 +50,27 @@ class Engine(Protocol):
 class Partitioner(CustomPartitionerFn):
     """Runs the passes of the joint graph, then AOTAutograd's min-cut.
 
-    Module-level, and pickled without its region: Inductor puts it into its cache keys.
+    Module-level, and pickled without its engine: Inductor puts it into its cache keys.
     """
 
-    def __init__(self, report: Report | None = None) -> None:
-        self._report = report
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine
         self.key = f"graphshard-{source_digest()}"
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        seconds = driver.run_joint_passes(gm)
-        if self._report is not None:
-            self._report.joint_passes_s += seconds
+        engine = self._engine
+        title = "joint" if engine is None else f"{engine.name}.region{len(engine.regions) - 1}.joint"
+        seconds = driver.run_joint_passes(gm, title)
+        if engine is not None:
+            engine.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"key": self.key, "_report": None}
+        return {"key": self.key, "_engine": None}
 
     def uuid(self) -> str:
         """Covers everything that shapes a graph and is not in it."""
@@ -78,7 +81,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
     """The Dynamo backend of one compiled model."""
     if name == "eager":
         return lambda gm, inputs: _uncompiled(engine, gm)
-    partitioner = Partitioner(engine.report)
+    partitioner = Partitioner(engine)
     inductor = name == "inductor"
 
     def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from graphshard.errors import UnsupportedModel
 from graphshard.region import Region
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard, gather_eagerly
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
+        # For dumps: models are compiled in the same order on every rank.
+        self.name = f"{type(model).__name__}{next(_numbers)}"
         self.options = options
         self.report = Report()
         self.running = False

@@ -43,6 +43,7 @@ CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCalla
 class Engine(Protocol):
     """What a region asks of the engine of its model."""
 
+    name: str
     report: Report
     shard_at: dict[int, Shard]
 
@@ -183,7 +184,7 @@ class Region:
     def _lower(self, graph: MarkedGraph, binding: Binding, flags: Flags, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
         number = sum(record.region == self.number for record in self.engine.report.programs)
-        title = f"region{self.number}.{number}.{graph.direction}"
+        title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}"
         lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags), title)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()

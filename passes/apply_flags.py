@@ -20,7 +20,6 @@ from torch.fx import Graph, Node
 from graphshard.ir import (
     Builder,
     PassContext,
-    ancestors,
     aten,
     output_args,
     output_node,
@@ -62,14 +61,16 @@ def dead_outputs(graph: Graph, undefined: frozenset[str]) -> tuple[int, ...]:
     """
     if not undefined:
         return ()
-    defined = {node.name for node in graph.nodes if is_tangent(node)} - undefined
-    dead = []
-    for position, result in enumerate(output_args(graph)):
-        if isinstance(result, Node):
-            names = {node.name for node in ancestors(result) if node.op == "placeholder"}
-            if names & undefined and not names & defined:
-                dead.append(position)
-    return tuple(dead)
+    # One sweep: whether a value depends on an undefined tangent, and whether on a defined one.
+    reached: dict[Node, tuple[bool, bool]] = {}
+    for node in graph.nodes:
+        sources = [reached[source] for source in node.all_input_nodes]
+        reached[node] = (
+            node.name in undefined or any(absent for absent, _ in sources),
+            (is_tangent(node) and node.name not in undefined) or any(present for _, present in sources),
+        )
+    results = enumerate(output_args(graph))
+    return tuple(i for i, result in results if isinstance(result, Node) and reached[result] == (True, False))
 
 
 def is_tangent(node: Node) -> bool:

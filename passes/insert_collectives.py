@@ -180,9 +180,17 @@ def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion)
     build.meta["role"] = "copy_out"
     reduced = build.cast(_divide(build, reduced, ops.postdivide), dtype)
     if len(markers) == 1:
-        return [reduced]
+        # A marker promises a fresh tensor: with one rank and no cast, two gradients could be one tensor.
+        return [build.contiguous_copy(reduced) if _reshapes(reduced, markers[0].args[0]) else reduced]
     split = build.call(aten.split_with_sizes.default, reduced, numels)
     return [build.call(operator.getitem, split, i) for i in range(len(numels))]
+
+
+def _reshapes(node: Node, source: Any) -> bool:
+    """Whether `node` is `source` in another shape."""
+    while node is not source and node.target is aten.reshape.default:
+        node = node.all_input_nodes[0]
+    return node is source
 
 
 def _grad_rows(build: Builder, grad: Any, reduce_dtype: Any, world_size: int) -> Node:

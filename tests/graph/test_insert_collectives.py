@@ -208,6 +208,19 @@ def test_one_rank_results_share_no_memory_with_a_parameter(view: tuple[Any, ...]
     assert len(addresses) == 2
 
 
+@pytest.mark.parametrize("reduce_dtype", [F32, BF16])
+def test_one_rank_gradients_share_no_memory(reduce_dtype: torch.dtype) -> None:
+    weights = [Weight(f"u{i}.p", (4, 3), world_size=1, reduce_dtype=reduce_dtype) for i in range(2)]
+    build = GraphBuilder("backward")
+    for weight in weights:
+        build.shard(weight)
+    tangent = build.input("tangents_1", [4, 3])
+    lowered = inserted(build.finish(*(build.reduce(tangent, weight) for weight in weights)))
+    values = [torch.zeros(12), torch.zeros(12), torch.ones(4, 3)]
+    addresses = {value.untyped_storage().data_ptr() for value in (*values, *lowered.gm(*values))}
+    assert len(addresses) == 5
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_have_the_layout_of_their_markers(world_size: int) -> None:
     weights = [

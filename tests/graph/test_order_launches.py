@@ -1,0 +1,169 @@
+"""Gathers are launched one unit ahead, reductions awaited late, and nothing else moves."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Node
+
+from graphshard import driver, verify
+from graphshard.ir import ALL_GATHER, WAIT, aten, collective, launches
+from graphshard.passes import order_launches
+from graphshard.passes.order_launches import Move, OrderEdit
+from tests.graph.graphs import GraphBuilder, Marked, Weight, lowered_until, toy_backward, toy_forward, toy_weights
+from tests.graph.lockstep import run_ranks
+
+COMPUTE = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.relu.default: "relu", aten.neg.default: "neg"}
+
+
+def ordered(marked: Marked) -> Marked:
+    lowered = lowered_until(marked, "insert_collectives")
+    names, random = [node.name for node in lowered.graph.nodes], verify.random_operators(lowered.graph)
+    edit = order_launches.decide(lowered.graph, lowered.ctx)
+    order_launches.apply(lowered.graph, edit)
+    verify.check_lint(lowered.graph)
+    verify.check_permutation(lowered.graph, names, random)
+    verify.check_hazards(lowered.graph)
+    assert not order_launches.decide(lowered.graph, lowered.ctx)
+    lowered.gm.recompile()
+    return lowered
+
+
+def events(marked: Marked) -> list[str]:
+    """Launches as ``+bucket``, waits as ``-bucket``, and the compute of `COMPUTE`, in graph order."""
+    found = []
+    for node in marked.graph.nodes:
+        launch = node.all_input_nodes[0] if node.target is WAIT else node
+        if (carried := collective(launch)) is not None:
+            found.append(("-" if node is not launch else "+") + carried.bucket)
+        elif node.target in COMPUTE:
+            found.append(COMPUTE[node.target])
+    return found
+
+
+def test_order_prefetches_one_unit_ahead_in_forward() -> None:
+    assert events(ordered(toy_forward(toy_weights(3)))) == [
+        *("+gather:blocks.0", "-gather:blocks.0"),
+        *("+gather:blocks.1", "addmm", "relu", "-gather:blocks.1"),
+        *("+gather:blocks.2", "addmm", "relu", "-gather:blocks.2"),
+        *("+gather:root", "addmm", "relu", "-gather:root"),
+        "mm",
+    ]
+
+
+def test_order_launches_the_first_gather_at_the_top() -> None:
+    build = GraphBuilder()
+    hidden = build.call(aten.neg.default, build.input("x", [4]))
+    marked = build.finish(build.call(aten.add.Tensor, hidden, build.unshard(Weight("w", (4,)))))
+    assert events(ordered(marked)) == ["+gather:root", "neg", "-gather:root"]
+
+
+def test_order_awaits_reductions_late_in_backward() -> None:
+    assert events(ordered(toy_backward(toy_weights(3)))) == [
+        *("+gather:blocks.2", "mm", "+reduce:root", "mm"),
+        *("-gather:blocks.2", "+gather:blocks.1", "mm", "-reduce:root", "+reduce:blocks.2", "mm"),
+        *("-gather:blocks.1", "mm", "-reduce:blocks.2", "+reduce:blocks.1", "mm"),
+        *("mm", "-reduce:blocks.1", "+reduce:blocks.0", "-reduce:blocks.0"),
+    ]
+
+
+def test_order_copies_into_a_gather_behind_the_wait_before_it() -> None:
+    order = list(ordered(toy_forward(toy_weights())).graph.nodes)
+    first_wait = next(node for node in order if node.target is WAIT)
+    following = order[order.index(first_wait) + 1 :]
+    assert [node.target for node in following[:2]] == [aten.cat.default, ALL_GATHER]
+
+
+def test_order_leaves_a_gather_of_a_computed_shard() -> None:
+    build = GraphBuilder()
+    weight = Weight("block.w", (4,))
+    first = build.call(aten.neg.default, build.unshard(Weight("first", (4,))))
+    alias = build.call(aten.alias.default, build.shard(weight))
+    second = build.call(torch.ops.graphshard.unshard.default, alias, str(weight.spec))
+    marked = build.finish(build.call(aten.add.Tensor, first, second))
+    assert events(ordered(marked)) == ["+gather:root", "-gather:root", "neg", "+gather:block", "-gather:block"]
+
+
+def test_order_leaves_a_wait_whose_gradient_is_used() -> None:
+    build = GraphBuilder("backward")
+    a, b = Weight("a.w", (4,)), Weight("b.w", (4,))
+    build.shard(a), build.shard(b)
+    tangent = build.input("tangents_1", [4])
+    clipped = build.call(aten.neg.default, build.reduce(tangent, a))
+    marked = build.finish(clipped, build.reduce(build.call(aten.relu.default, tangent), b))
+    assert events(ordered(marked)) == ["+reduce:a", "-reduce:a", "neg", "relu", "+reduce:b", "-reduce:b"]
+
+
+def test_order_leaves_collectives_of_the_model() -> None:
+    build = GraphBuilder()
+    x = build.input("x", [4])
+    own = build.call(WAIT, build.call(ALL_GATHER, x, 2, "tp"))
+    marked = build.finish(build.call(aten.mul.Tensor, own, build.unshard(Weight("w", (8,)))))
+    assert not order_launches.decide(marked.graph, marked.ctx)
+    ordered(marked)
+
+
+def test_order_of_one_unit_decides_nothing() -> None:
+    lowered = lowered_until(toy_forward(toy_weights(0)), "insert_collectives")
+    assert not order_launches.decide(lowered.graph, lowered.ctx)
+
+
+def test_order_apply_refuses_to_lose_nodes() -> None:
+    marked = toy_forward(toy_weights())
+    edit = OrderEdit((Move(("t_default",), "after", "nowhere"),))
+    with pytest.raises(AssertionError, match="1 nodes lost"):
+        order_launches.apply(marked.graph, edit)
+
+
+def test_order_loses_nothing_in_a_long_graph() -> None:
+    blocks = 170
+    marked = ordered(toy_forward(toy_weights(blocks)))
+    assert len(marked.graph.nodes) > 2000
+    found = [event for event in events(marked) if not re.match(r"\w", event)]
+    units = [*(f"blocks.{i}" for i in range(blocks)), "root"]
+    expected = ["+gather:blocks.0"]
+    for unit, following in zip(units, [*units[1:], None], strict=True):
+        expected += [f"-gather:{unit}", *([f"+gather:{following}"] if following else [])]
+    assert found == expected
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Marked:
+    """A backward graph that gathers and reduces a few parameters, and draws random numbers, in any order."""
+    build = GraphBuilder("backward")
+    weights = [Weight(f"u{i % 3}.p{i}", (4,), i) for i in range(draw(st.integers(1, 6)))]
+    for weight in weights:
+        build.shard(weight)
+    values: list[Node] = [build.input("tangents_1", [4])]
+    reduced: dict[str, Node] = {}
+    steps = draw(st.lists(st.tuples(st.sampled_from(["gather", "reduce", "random", "compute"]), st.integers(0, 50)), max_size=14))
+    for kind, number in steps:
+        weight, value = weights[number % len(weights)], values[number % len(values)]
+        if kind == "gather":
+            values.append(build.call(aten.add.Tensor, value, build.unshard(weight)))
+        elif kind == "reduce" and weight.fqn not in reduced:
+            reduced[weight.fqn] = build.reduce(value, weight)
+        elif kind == "random":
+            values.append(build.call(aten.bernoulli.p, value, 0.5))
+        else:
+            values.append(build.call(aten.sub.Tensor, values[-1], value))
+    return build.finish(*reduced.values(), values[-1])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(programs())
+def test_order_permutes_any_program_without_changing_it(marked: Marked) -> None:
+    args = [[torch.full((2,), float(4 * rank + i)) for i in range(len(marked.ctx.params))] for rank in range(2)]
+    tangents = [torch.arange(4.0) + rank for rank in range(2)]
+    results = []
+    for lowered in (lowered_until(marked, "insert_collectives"), ordered(marked)):
+        assert len(launches(lowered.graph)) == sum(node.target is WAIT for node in lowered.graph.nodes)
+        torch.manual_seed(0)
+        results.append(run_ranks(lowered.gm, [[*mine, tangent] for mine, tangent in zip(args, tangents, strict=True)]))
+    for before, after in zip(*results, strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    driver.lower(marked.gm, marked.ctx, "random")  # with every check of the driver
