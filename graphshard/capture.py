@@ -7,7 +7,8 @@ between instances is data on the instance, which Dynamo guards. So one compiled 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +50,25 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     return _MARKED[cls, names]
 
 
+# Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.
+_own_trace = False
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, what Dynamo traces is captured for an engine; any other trace calls the model as a whole."""
+    global _own_trace
+    before, _own_trace = _own_trace, True
+    try:
+        yield
+    finally:
+        _own_trace = before
+
+
 def _parameter_property(name: str) -> property:
     def read(self: nn.Module) -> Any:
         if torch.compiler.is_compiling():
-            return UNSHARD(*self.__dict__[SHARDS][name])
+            return UNSHARD(*self.__dict__[SHARDS][name]) if _own_trace else self._parameters[name]
         engine: Engine = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
@@ -61,7 +77,7 @@ def _parameter_property(name: str) -> property:
 
 @inline_only
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if _own_trace and torch.compiler.is_compiling():
         return module_call(self, *args, **kwargs)
     engine: Engine = self.__dict__[ENGINE]
     return engine.call(self, args, kwargs)

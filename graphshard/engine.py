@@ -45,7 +45,7 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         # For dumps: models are compiled in the same order on every rank.
-        self.name = f"{type(model).__name__}{next(_numbers)}"
+        self.name = f"{type(model).__name__.removeprefix('FSDP')}{next(_numbers)}"
         self.options = options
         self.report = Report()
         self.running = False
@@ -148,7 +148,8 @@ class Engine:
             return module_call(module, *args, **kwargs)
         self.running = True
         try:
-            return self._enter(module, args, kwargs)
+            with capture.tracing():
+                return self._enter(module, args, kwargs)
         finally:
             self.running = False
             self._gathered.clear()

@@ -50,13 +50,14 @@ class ShardedParam:
     @property
     def param_dtype(self) -> torch.dtype:
         """dtype of the gathered parameter."""
-        wanted = self.unit.policy.param_dtype
+        wanted: torch.dtype | None = self._raw.mp_policy.param_dtype  # one per parameter from torch 2.15 on
         return wanted if wanted is not None and self.parameter.dtype.is_floating_point else self.parameter.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """dtype in which gradients are reduced."""
-        return self.unit.policy.reduce_dtype or self.param_dtype
+        wanted: torch.dtype | None = self._raw.mp_policy.reduce_dtype
+        return wanted or self.param_dtype
 
     def deliver_grad(self, flat_grad: Tensor) -> None:
         """Puts a reduced gradient `[N]` (the parameter's dtype, padded) on the DTensor parameter, adding to one that
@@ -133,11 +134,6 @@ class Unit:
         self._state = state
         self.name = name
         self.params = [ShardedParam(param, self) for param in raw.fsdp_params]
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        policy: MixedPrecisionPolicy = self._raw.mp_policy
-        return policy
 
     @property
     def group_name(self) -> str:

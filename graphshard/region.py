@@ -152,7 +152,7 @@ class Region:
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
-        shards = tuple(self._positions[position] for _, position in graph.slots)
+        shards = tuple(self._positions[self._names[name]] for name, _ in graph.slots)
         self._program(graph, Binding(shards), Flags(), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
@@ -161,17 +161,17 @@ class Region:
         markers = [*unshards(gm.graph), *reductions(gm.graph)]
         wanted = {shard_placeholder(marker).name for marker in markers}
         if direction != "backward":
-            if len(names) != self._num_inputs:
-                raise UnsupportedModel(
-                    f"region {self.number}: AOTAutograd made {len(names)} inputs of {self._num_inputs}; "
-                    "run this model with `graphshard.eager(model)` and report it"
-                )
-            self._names = {name: position for position, name in enumerate(names)}
+            # Tensors that Dynamo kept as attributes come before the inputs.
+            attributes = len(names) - self._num_inputs
+            self._names = {name: position - attributes for position, name in enumerate(names)}
         slots = []
         for position, name in enumerate(names):
             if name in wanted:
                 if self._names.get(name) not in self._positions:
-                    raise UnsupportedModel(f"region {self.number}: %{name} is gathered but is no sharded parameter")
+                    raise UnsupportedModel(
+                        f"region {self.number}: %{name} of the {direction} graph is gathered, but no input of the region "
+                        "with a sharded parameter has its place; run this model with `graphshard.eager(model)`"
+                    )
                 slots.append((name, position))
         return slots
 
@@ -244,7 +244,8 @@ class Region:
         self.engine.backward_runs()
         unreduced: dict[Shard, int] = {}  # -> position among the results
         held: dict[Shard, str] = {}  # -> placeholder of the shard
-        dead = self._dead_outputs(graph)
+        undefined = self._undefined(graph)
+        dead = self._dead_outputs(graph, undefined)
         if not all(unit.reduce_grads for unit in binding.units) or any(
             shard.held is not None for shard in binding.shards
         ):
@@ -257,7 +258,7 @@ class Region:
         flags = Flags(
             frozenset(name for slot, (name, _) in enumerate(graph.slots) if binding.shards[slot] in unreduced),
             tuple(held.values()),
-            self._undefined(graph) if dead else frozenset(),
+            undefined if dead else frozenset(),
         )
         program = self._program(graph, binding, flags)
         shared = _storages(args) if unreduced else set()
@@ -273,17 +274,17 @@ class Region:
         return results
 
     def _undefined(self, graph: MarkedGraph) -> frozenset[str]:
-        """Tangents without a gradient in this call."""
-        missing: list[bool] = self._local.__dict__.get("undefined", [])
+        """Tangents without a gradient in this call, as the hook has seen them just before."""
+        missing: list[bool] = self._local.__dict__.pop("undefined", [])
         # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes
         # stay zeros.
         if not any(missing) or len(missing) != len(graph.tangents):
             return frozenset()
         return frozenset(name for name, absent in zip(graph.tangents, missing, strict=True) if absent)
 
-    def _dead_outputs(self, graph: MarkedGraph) -> tuple[int, ...]:
-        """Positions of results that get no gradient in this call."""
-        if not (undefined := self._undefined(graph)):
+    def _dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str]) -> tuple[int, ...]:
+        """Positions of results that have no gradient when these tangents have none."""
+        if not undefined:
             return ()
         if undefined not in self._dead:
             self._dead[undefined] = dead_outputs(graph.gm.graph, undefined)

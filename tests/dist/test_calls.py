@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import models
@@ -309,7 +308,6 @@ def test_flags_capture_nothing_again(two_ranks: WorkerPool) -> None:
 
 
 def checkpoint_round_trip() -> None:
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     model, other = compiled(), models.Decoder(layers=2)
@@ -319,8 +317,33 @@ def checkpoint_round_trip() -> None:
     model(*batch()).square().mean().backward()
     set_model_state_dict(other, get_model_state_dict(model))
     assert torch.equal(other(*batch()), model(*batch()))
-    assert dcp is not None and io is not None
 
 
 def test_state_goes_over_to_eager_fsdp2(two_ranks: WorkerPool) -> None:
     two_ranks.run(checkpoint_round_trip)
+
+
+@training_test()
+def test_model_inside_a_compiled_function(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    function = loss_of if run.is_reference else torch.compile(loss_of, backend="aot_eager")
+    for index in range(2):
+        model.set_requires_gradient_sync(index == 1)
+        loss = function(*models.tokens(index, run.rank))
+        loss.backward()
+        run.observe(loss, model)
+
+
+@training_test()
+def test_inference_mode_between_steps(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    for index in range(2):
+        loss = model(*models.tokens(index, run.rank)).square().mean()
+        loss.backward()
+        with torch.inference_mode():
+            logits = model(*models.tokens(9, run.rank))
+        run.observe(loss, model, outputs=logits.clone())

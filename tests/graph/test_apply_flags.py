@@ -124,7 +124,9 @@ def test_flags_mix() -> None:
         build.shard(weight)
     tangents = [build.input(f"tangents_{i}", [4]) for i in (1, 2)]
     grads = [
-        build.call(aten.expand.default, build.call(aten.sum.default, tangents[weight.fqn == "other"]), list(weight.size))
+        build.call(
+            aten.expand.default, build.call(aten.sum.default, tangents[weight.fqn == "other"]), list(weight.size)
+        )
         for weight in weights
     ]
     marked = build.finish(*(build.reduce(grad, weight) for grad, weight in zip(grads, weights, strict=True)))

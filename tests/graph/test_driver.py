@@ -351,11 +351,14 @@ def without_loss(blocks: int) -> Marked:
     return backward(blocks).flagged(undefined=frozenset({"tangents_9"}))
 
 
-SIZES = [forward, backward, holding, without_loss, one_bucket]
+MAKERS = [forward, backward, holding, without_loss]
+
+
+BUILDER = pytest.mark.xfail(strict=True, reason="Builder.call reads all parts of a split for each part it takes")
 
 
 @pytest.mark.parametrize("level", ["0", "1"])
-@pytest.mark.parametrize("make", SIZES)
+@pytest.mark.parametrize("make", [*MAKERS, pytest.param(one_bucket, marks=BUILDER)])
 def test_lower_takes_work_in_proportion_to_the_graph(
     make: Callable[[int], Marked], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +369,7 @@ def test_lower_takes_work_in_proportion_to_the_graph(
     assert calls(lambda: lower(large)) < 1.2 * growth * calls(lambda: lower(small))
 
 
-@pytest.mark.parametrize("make", SIZES)
+@pytest.mark.parametrize("make", [*MAKERS, one_bucket])
 def test_decide_takes_work_in_proportion_to_the_graph(make: Callable[[int], Marked]) -> None:
     small, large = (make(blocks) for blocks in (10, 60))
     for step in PROGRAM:

@@ -90,7 +90,9 @@ def test_golden_joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_go
     x, tangent = build.input("primals_3", [2, 4]), build.input("tangents_1", [2, 4])
     hidden = build.call(aten.mm.default, x, build.unshard(weight))
     out = build.call(aten.mm.default, hidden, build.unshard(kept))
-    out = build.call(aten.add.Tensor, out, build.call(aten.mm.default, hidden, build.call(aten.t.default, build.unshard(weight))))
+    out = build.call(
+        aten.add.Tensor, out, build.call(aten.mm.default, hidden, build.call(aten.t.default, build.unshard(weight)))
+    )
     last = build.reduce(build.call(aten.mm.default, build.call(aten.t.default, tangent), hidden), weight)
     first = build.reduce(build.call(aten.mm.default, build.call(aten.t.default, x), hidden), weight)
     marked = build.finish(out, build.call(aten.add.Tensor, last, first), None)

@@ -33,7 +33,14 @@ from tests.graph.lockstep import run_ranks
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 DTYPES = st.sampled_from(
-    [(F32, F32, F32), (F32, BF16, F32), (F32, BF16, BF16), (F32, F16, F16), (BF16, BF16, F32), (F32, F32, torch.float64)]
+    [
+        (F32, F32, F32),
+        (F32, BF16, F32),
+        (F32, BF16, BF16),
+        (F32, F16, F16),
+        (BF16, BF16, F32),
+        (F32, F32, torch.float64),
+    ]
 )
 
 
@@ -108,12 +115,17 @@ def test_reductions_yield_the_average_in_the_parameters_dtype(params: list[Weigh
 
     ranks = range(params[0].world_size)
     grads_by_rank = [[random(w.size, w.spec.dtype, 10 * rank + i) for i, w in enumerate(params)] for rank in ranks]
-    held_by_rank = [[random(w.size, w.spec.reduce_dtype, 99 * rank + i) for i, w in enumerate(params)] for rank in ranks]
+    held_by_rank = [
+        [random(w.size, w.spec.reduce_dtype, 99 * rank + i) for i, w in enumerate(params)] for rank in ranks
+    ]
     shards = [torch.zeros(weight.shard_numel, dtype=weight.dtype) for weight in params]
     args = [
         [
             *shards,
-            *(grad.permute(*reversed(range(grad.dim()))).contiguous() if case == "transposed" else grad for grad in grads_),
+            *(
+                grad.permute(*reversed(range(grad.dim()))).contiguous() if case == "transposed" else grad
+                for grad in grads_
+            ),
             *(held if case == "held" else []),
         ]
         for grads_, held in zip(grads_by_rank, held_by_rank, strict=True)
@@ -133,7 +145,9 @@ def test_toy_has_the_gradients_of_autograd(world_size: int, disabled: str, monke
     monkeypatch.setenv("GRAPHSHARD_DISABLE", disabled)
     weights = toy_weights(world_size=world_size)
     full = [random(weight.size, F32, i).requires_grad_() for i, weight in enumerate(weights)]
-    shards = list(zip(*(weight.shards(value.detach()) for weight, value in zip(weights, full, strict=True)), strict=True))
+    shards = list(
+        zip(*(weight.shards(value.detach()) for weight, value in zip(weights, full, strict=True)), strict=True)
+    )
     inputs = [random((BATCH, WIDTH), F32, 50 + rank) for rank in range(world_size)]
     tangents = [random((BATCH, CLASSES), F32, 70 + rank) for rank in range(world_size)]
 
@@ -163,7 +177,10 @@ def toy(full: list[Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_traced_model_with_tied_weights_has_the_gradients_of_autograd(world_size: int) -> None:
-    weights = [Weight("embedding", (7, 4), world_size=world_size), Weight("block.weight", (4, 4), world_size=world_size)]
+    weights = [
+        Weight("embedding", (7, 4), world_size=world_size),
+        Weight("block.weight", (4, 4), world_size=world_size),
+    ]
 
     def model(read, ids, x):  # type: ignore[no-untyped-def]
         hidden = torch.nn.functional.embedding(ids, read(0)) + x
@@ -173,7 +190,9 @@ def test_traced_model_with_tied_weights_has_the_gradients_of_autograd(world_size
     traced = trace(model, weights, [torch.tensor([0, 5, 6]), torch.zeros(3, 4)], driver.run_joint_passes)
     lowered = [driver.lower(part.gm, part.ctx, "traced").gm for part in (traced.forward, traced.backward)]
     full = [random(weight.size, F32, i).requires_grad_() for i, weight in enumerate(weights)]
-    shards = list(zip(*(weight.shards(value.detach()) for weight, value in zip(weights, full, strict=True)), strict=True))
+    shards = list(
+        zip(*(weight.shards(value.detach()) for weight, value in zip(weights, full, strict=True)), strict=True)
+    )
     batches = [(torch.tensor([rank, 5, 6]), random((3, 4), F32, 30 + rank)) for rank in range(world_size)]
     tangents = [random((3, 7), F32, 60 + rank) for rank in range(world_size)]
 

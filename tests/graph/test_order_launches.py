@@ -140,7 +140,9 @@ def programs(draw: st.DrawFn) -> Marked:
         build.shard(weight)
     values: list[Node] = [build.input("tangents_1", [4])]
     reduced: dict[str, Node] = {}
-    steps = draw(st.lists(st.tuples(st.sampled_from(["gather", "reduce", "random", "compute"]), st.integers(0, 50)), max_size=14))
+    steps = draw(
+        st.lists(st.tuples(st.sampled_from(["gather", "reduce", "random", "compute"]), st.integers(0, 50)), max_size=14)
+    )
     for kind, number in steps:
         weight, value = weights[number % len(weights)], values[number % len(values)]
         if kind == "gather":

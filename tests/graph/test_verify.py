@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from graphshard import verify
 from graphshard.errors import VerifyError
-from graphshard.ir import REDUCE_SCATTER, WAIT, Builder, aten, launches, output_node, val
+from graphshard.ir import REDUCE_SCATTER, WAIT, Builder, aten, launches, output_node, replace, val
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from tests.graph.graphs import (
     BF16,
@@ -111,6 +111,15 @@ def test_g3_rejects_a_stale_fake_value_of_a_split() -> None:
     split.meta["val"] = tuple(reversed(val(split)))
     check = lambda: verify.check_values(lowered.graph, recompute=True)  # noqa: E731
     assert_rejects("G3", check, "> %split_with_sizes_default = ")
+
+
+def test_g3_rejects_a_replacement_of_another_layout() -> None:
+    marked = marked_forward()
+    old, bias = marked.node("unshard_default"), marked.node("unshard_default_1")
+    with pytest.raises(VerifyError, match=r"^\[G3\] %unshard_default_1 replaces %unshard_default: "):
+        replace(old, bias)
+    replace(old, marked.node("unshard_default_2"))
+    assert not old.users
 
 
 def _add_input(marked: Marked) -> None:
@@ -372,7 +381,9 @@ TOY_FQNS = frozenset(weight.fqn for weight in toy_weights())
 @pytest.mark.parametrize("lower", [False, True], ids=["markers", "launches"])
 def test_r1_rejects_a_gradient_that_is_not_reduced(lower: bool) -> None:
     marked = toy_backward(toy_weights())
-    unreduced = lowered_until(marked.flagged(unreduced=frozenset({"blocks_1_bias_shard"})), None if lower else "apply_flags")
+    unreduced = lowered_until(
+        marked.flagged(unreduced=frozenset({"blocks_1_bias_shard"})), None if lower else "apply_flags"
+    )
     verify.check_reductions(unreduced.graph, marked.ctx, TOY_FQNS - {"blocks.1.bias"})
     check = lambda: verify.check_reductions(unreduced.graph, marked.ctx, TOY_FQNS)  # noqa: E731
     assert_rejects("R1", check, "blocks.1.bias: its gradient is reduced 0 times, want 1")

@@ -1,0 +1,103 @@
+"""Seconds of the first step, in which everything is compiled, and how many of them are graphshard's passes'.
+
+Each case has fresh processes, two gloo ranks as a rule: with one rank there would be no collectives to place. Both
+ranks compile at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphshard
+from bench.models import decoder
+from bench.processes import Ranks
+from bench.variants import COMPILED_WHOLE, Variant, check_compiled, prepare
+
+TIMEOUT_S = 1800.0
+
+
+class CompileTime(NamedTuple):
+    """One case on one rank.
+
+    Attributes:
+        first_step_s: forward and backward, compilation included.
+        second_step_s: the same again, with nothing left to compile.
+        passes_s: seconds in graphshard's passes and their checks, joint and program.
+        regions: graphs that graphshard captured.
+        programs: graphs that graphshard lowered.
+    """
+
+    first_step_s: float
+    second_step_s: float
+    passes_s: float = 0.0
+    regions: int = 0
+    programs: int = 0
+
+
+class CompileTimer:
+    """Measures one case, in a process of its own on each rank."""
+
+    def __init__(self, variant: Variant, backend: str, num_layers: int) -> None:
+        _start_compiler(backend)
+        self._variant = variant
+        self._model, self._inputs = decoder(num_layers)
+        self._forward = prepare(variant, self._model, backend)
+
+    def measure(self) -> CompileTime:
+        """Runs the first two steps.
+
+        Raises:
+            RuntimeError: if the second step compiled something.
+        """
+        first_s = self._step()
+        programs = self._programs()
+        second_s = self._step()
+        check_compiled(self._variant, self._model)
+        if self._programs() != programs:
+            raise RuntimeError(f"bench: want {programs} programs after two steps, got {self._programs()}")
+        if not self._is_graphshard:
+            return CompileTime(first_s, second_s)
+        report = graphshard.report(self._model)
+        passes_s = report.joint_passes_s + sum(program.passes_s for program in report.programs)
+        return CompileTime(first_s, second_s, passes_s, report.regions, programs)
+
+    @property
+    def _is_graphshard(self) -> bool:
+        return self._variant.startswith("graphshard")
+
+    def _programs(self) -> int:
+        return len(graphshard.report(self._model).programs) if self._is_graphshard else 0
+
+    def _step(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        self._forward(*self._inputs).backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - start
+
+
+def _start_compiler(backend: str) -> None:
+    """Compiles something else first: what is done once per process or machine (imports, a precompiled header) would
+    make the passes' share look smaller.
+    """
+
+    def unrelated(x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (8,)).relu().sum()
+
+    compiled = torch.compile(unrelated, backend=backend)
+    compiled(torch.ones(4, 8, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
+
+
+def measure_compile(backend: str, num_layers: int, num_ranks: int) -> dict[Variant, list[CompileTime]]:
+    """Every case of one depth, one after the other; by rank."""
+    measured: dict[Variant, list[CompileTime]] = {}
+    for variant in COMPILED_WHOLE:
+        title = f"{variant}, {backend}, {num_layers} layers"
+        with Ranks(title, num_ranks, CompileTimer, variant, backend, num_layers, timeout_s=TIMEOUT_S) as ranks:
+            measured[variant] = ranks.call("measure")
+    return measured

@@ -1,0 +1,59 @@
+"""The models that are measured: ordinary PyTorch, small enough that the host's work is all there is to see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.demo.model import Decoder, ModelConfig
+
+PARAMS_PER_BLOCK = 6
+BATCH_SIZE = 2
+
+
+class Block(nn.Module):
+    """Six small parameters: a norm and two linear layers, added to the residual stream."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, dim)
+        self.down = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, dim]` to the same."""
+        added: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return added
+
+
+class ManyParameters(nn.Module):
+    """Nothing but blocks: many parameters, hardly any arithmetic. Its result is a loss."""
+
+    def __init__(self, num_params: int, dim: int = 16) -> None:
+        super().__init__()
+        if num_params < 2 * PARAMS_PER_BLOCK or num_params % PARAMS_PER_BLOCK:
+            raise ValueError(
+                f"num_params: got {num_params}, want a multiple of {PARAMS_PER_BLOCK}, {2 * PARAMS_PER_BLOCK} or more"
+            )
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_params // PARAMS_PER_BLOCK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, dim]` to a scalar."""
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def many_parameters(num_params: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model of `num_params` parameters in blocks of six, and its inputs; the same in every process."""
+    torch.manual_seed(0)
+    model = ManyParameters(num_params)
+    return model, (torch.randn(BATCH_SIZE, 16),)
+
+
+def decoder(num_layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The demo's decoder with small dims, and its inputs; the same in every process."""
+    torch.manual_seed(0)
+    config = ModelConfig(n_layers=num_layers, dim=64, n_heads=2, hidden_dim=128, max_seq_len=16, vocab_size=64)
+    tokens = torch.randint(config.vocab_size, (2, BATCH_SIZE, config.max_seq_len))
+    return Decoder(config), (tokens[0], tokens[1])

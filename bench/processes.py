@@ -1,0 +1,136 @@
+"""Fresh processes to measure in, one per rank of a case.
+
+Nothing that another case compiled is warm: a process has its own Dynamo, and its Inductor cache is a new folder. The
+parent asks, the process measures, so that cases can take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from graphshard.testing.environment import exported, worker_environment
+
+EXIT_TIMEOUT_S = 10.0
+
+
+class Ranks:
+    """The processes of one case, ranks of one gloo process group. A context manager: leaving it ends them.
+
+    Args:
+        title: of the case, for errors.
+        world_size: number of processes.
+        build: module-level; called as `build(*args)` in each process, with a process group, to make what measures.
+        args: picklable.
+        timeout_s: for each call.
+    """
+
+    def __init__(
+        self, title: str, world_size: int, build: Callable[..., object], *args: object, timeout_s: float
+    ) -> None:
+        self.title = title
+        self._timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="graphshard-bench-", ignore_cleanup_errors=True)
+        self._processes = []
+        self._connections: list[Connection] = []
+        context = multiprocessing.get_context("spawn")
+        for rank in range(world_size):
+            cache = Path(self._folder.name) / f"inductor-{rank}"
+            theirs, ours = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, self._folder.name, timeout_s, build, args), daemon=True
+            )
+            # Read when libraries are imported, which a spawned process does before anything else.
+            with exported({**worker_environment(), "TORCHINDUCTOR_CACHE_DIR": str(cache)}):
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Calls a method of what `build` made, in every process at once; returns the results by rank.
+
+        Raises:
+            RuntimeError: if a rank raised, died or did not answer in time.
+        """
+        for connection in self._connections:
+            with suppress(OSError):  # a dead process: seen below
+                connection.send((method, args))
+        replies: dict[int, Any] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while len(replies) < len(self._connections):
+            pending = [c for rank, c in enumerate(self._connections) if rank not in replies]
+            ready = wait(pending, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"bench: {self.title}: {method}: no answer within {self._timeout_s:.0f} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = self._connections.index(connection)
+                try:
+                    failure, replies[rank] = connection.recv()
+                except EOFError:
+                    failure = "the process died"
+                if failure:
+                    raise RuntimeError(f"bench: {self.title}: {method}: rank {rank}: {failure}")
+        return [replies[rank] for rank in range(len(self._connections))]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections:
+            connection.close()  # ends the loop of a process that waits for a call
+        deadline = time.monotonic() + (EXIT_TIMEOUT_S if kind is None else 0.0)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    build: Callable[..., object],
+    args: tuple[object, ...],
+) -> None:
+    """Runs in the process: answers calls until the parent closes the connection."""
+    try:
+        torch.set_num_threads(1)
+        # One rank needs no store that others can reach.
+        store = dist.HashStore() if world_size == 1 else dist.FileStore(str(Path(folder) / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        )
+        measuring = build(*args)
+        with suppress(EOFError):
+            while True:
+                method, arguments = connection.recv()
+                connection.send((None, getattr(measuring, method)(*arguments)))
+    except Exception:
+        connection.send((traceback.format_exc(), None))
+    finally:
+        # A sharded model is a reference cycle that holds process groups: left to the interpreter's end it aborts it.
+        measuring = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,148 @@
+"""Markers: one string that says all, fake values, gradients, and FSDP2's reduction."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from graphshard.ir import PassContext, shard_placeholder, spec_of
+from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec, padded_shape, reduce_ops
+from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Weight
+
+DTYPES = st.sampled_from([F32, F16, BF16, torch.float64, torch.float8_e4m3fn, torch.complex64])
+SPECS = st.builds(
+    ShardSpec,
+    size=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5).map(tuple),
+    dtype=DTYPES,
+    reduce_dtype=DTYPES,
+    world_size=st.integers(1, 1 << 20),
+    group=st.text("0123456789abcdef_- :", max_size=8),
+    reshard=st.booleans(),
+)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(SPECS)
+def test_spec_survives_its_string(spec: ShardSpec) -> None:
+    assert ShardSpec.parse(str(spec)) == spec
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(SPECS, SPECS)
+def test_spec_strings_differ_where_specs_do(one: ShardSpec, other: ShardSpec) -> None:
+    assert (str(one) == str(other)) == (one == other)
+
+
+def test_spec_reads_well() -> None:
+    spec = ShardSpec((1024, 256), BF16, F32, 2, "0", True)
+    assert str(spec) == "bfloat16 1024x256|reduce float32|2 of 0|reshard"
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 9))
+@settings(deadline=None, derandomize=True, database=None)
+def test_padded_shape_is_the_least_that_divides(size: list[int], world_size: int) -> None:
+    first, *rest = padded_shape(size, world_size)
+    assert rest == size[1:]
+    assert first % world_size == 0
+    assert size[0] <= first < size[0] + world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("size", [(5,), (4, 3), (1, 2, 3)])
+def test_fakes_have_the_types_that_specs_say(size: tuple[int, ...], world_size: int) -> None:
+    weight = Weight("w", size, world_size=world_size, param_dtype=BF16, reduce_dtype=F16)
+    with FakeTensorMode():
+        shard = torch.empty(weight.shard_numel)
+        full = UNSHARD(shard, str(weight.spec))
+        grad = REDUCE_GRAD(full, shard, str(weight.spec))
+    assert (tuple(full.shape), full.dtype, full.is_contiguous()) == (size, BF16, True)
+    assert (grad.shape, grad.dtype, grad.is_contiguous()) == (shard.shape, F32, True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradient_of_a_gather_is_a_reduction(world_size: int) -> None:
+    weight = Weight("w", (4, 3), world_size=world_size, param_dtype=BF16)
+    with FakeTensorMode():
+        shard = torch.empty(weight.shard_numel, requires_grad=True)
+        UNSHARD(shard, str(weight.spec)).sum().backward()
+    assert shard.grad is not None
+    assert (shard.grad.shape, shard.grad.dtype) == (shard.shape, F32)
+
+
+def test_markers_of_one_rank_compute_what_they_mean() -> None:
+    weight = Weight("w", (4, 3), world_size=1, param_dtype=BF16, reduce_dtype=F32)
+    shard = torch.randn(12, requires_grad=True)
+    full = UNSHARD(shard, str(weight.spec))
+    torch.testing.assert_close(full, shard.detach().view(4, 3).to(BF16))
+    grad = torch.randn(4, 3).to(BF16)
+    full.backward(grad)
+    torch.testing.assert_close(shard.grad, grad.float().flatten())
+
+
+@pytest.mark.parametrize("param_dtype", [F32, BF16])
+def test_markers_of_one_rank_return_fresh_tensors(param_dtype: torch.dtype) -> None:
+    weight = Weight("w", (4, 3), world_size=1, param_dtype=param_dtype)
+    shard, grad = torch.zeros(12), torch.zeros(4, 3, dtype=param_dtype)
+    results = [UNSHARD(shard, str(weight.spec)), REDUCE_GRAD(grad, shard, str(weight.spec))]
+    assert len({value.untyped_storage().data_ptr() for value in (shard, grad, *results)}) == 4
+
+
+def test_markers_pass_opcheck() -> None:
+    weight = Weight("w", (4, 3), world_size=1)
+    shard = torch.randn(12, requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(UNSHARD, (shard, str(weight.spec)), test_utils=checks)
+
+
+def test_double_backward_is_refused() -> None:
+    weight = Weight("w", (4,), world_size=1)
+    shard = torch.ones(4, requires_grad=True)
+    full = UNSHARD(shard, str(weight.spec))
+    (grad,) = torch.autograd.grad((full**3).sum(), shard, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^graphshard::reduce_grad: .*create_graph=True.*graphshard\.eager"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("reduce_dtype", [F32, BF16, F16, torch.float64])
+def test_reduce_ops_are_those_of_fsdp2(reduce_dtype: torch.dtype) -> None:
+    for world_size in range(1, 130):
+        group = SimpleNamespace(size=lambda world_size=world_size: world_size)
+        pre, post, scatter_op, _ = _fsdp_collectives._get_gradient_divide_factors(group, None, reduce_dtype)  # type: ignore[arg-type]
+        ops = reduce_ops(reduce_dtype, world_size)
+        assert (ops.predivide or 1, ops.postdivide or 1) == (pre or 1, post or 1), world_size
+        assert ops.op == str(scatter_op).rpartition(".")[2].lower(), world_size
+
+
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_reduce_ops_average(world_size: int) -> None:
+    pre, op, post = reduce_ops(F16, world_size)
+    assert op == "sum"
+    assert math.isclose((pre or 1) * (post or 1), world_size)
+
+
+def test_marker_knows_its_shard_through_views() -> None:
+    weight = Weight("w", (4,))
+    build = GraphBuilder()
+    shard = build.shard(weight)
+    alias = build.call(torch.ops.aten.alias.default, build.call(torch.ops.aten.view.default, shard, [2]))
+    marker = build.call(UNSHARD, alias, str(weight.spec))
+    reduction = build.call(REDUCE_GRAD, marker, alias, str(weight.spec))
+    build.finish(reduction)
+    assert shard_placeholder(marker) is shard_placeholder(reduction) is shard
+    assert spec_of(marker) == spec_of(reduction) == weight.spec
+    assert PassContext("forward", build.params).params[shard.name].fqn == "w"
+
+
+def test_marker_of_a_computed_shard_has_no_parameter() -> None:
+    weight = Weight("w", (4,))
+    build = GraphBuilder()
+    marker = build.call(UNSHARD, build.call(torch.ops.aten.neg.default, build.shard(weight)), str(weight.spec))
+    with pytest.raises(AssertionError, match="want a placeholder of the graph"):
+        shard_placeholder(marker)
