@@ -56,8 +56,19 @@ class ShardedParam:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """dtype in which gradients are reduced."""
-        wanted: torch.dtype | None = self._raw.mp_policy.reduce_dtype
-        return wanted or self.param_dtype
+        raw = self._raw
+        default = self.parameter.dtype if self.adds_in_reduce_dtype else self.param_dtype
+        wanted: torch.dtype | None = raw.mp_policy.reduce_dtype
+        return wanted or default
+
+    @property
+    def adds_in_reduce_dtype(self) -> bool:
+        """Whether a gradient is cast before it is added to one that is held: from torch 2.15 on.
+
+        Before, the sum is computed in the wider of the two dtypes. From 2.15 on gradients are also reduced in the
+        parameter's dtype, not in that of the gathered one, where the policy has no reduce_dtype.
+        """
+        return hasattr(type(self._raw), "unsharded_grad_dtype")
 
     def deliver_grad(self, flat_grad: Tensor) -> None:
         """Puts a reduced gradient `[N]` (the parameter's dtype, padded) on the DTensor parameter, adding to one that

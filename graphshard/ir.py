@@ -63,6 +63,7 @@ class ParamRef:
         size: full shape.
         shard_numel: elements of the padded shard of one rank.
         dtype: dtype of the parameter and its gradient.
+        adds_in_reduce_dtype: whether a gradient is cast before it is added to what was accumulated.
     """
 
     fqn: str
@@ -71,6 +72,7 @@ class ParamRef:
     size: tuple[int, ...]
     shard_numel: int
     dtype: torch.dtype
+    adds_in_reduce_dtype: bool = False
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ class Region:
             if name in wanted:
                 if self._names.get(name) not in self._positions:
                     raise UnsupportedModel(
-                        f"region {self.number}: %{name} of the {direction} graph is gathered, but no input of the region "
-                        "with a sharded parameter has its place; run this model with `graphshard.eager(model)`"
+                        f"region {self.number}: %{name} of the {direction} graph is gathered, but no sharded parameter "
+                        "has its place among the inputs; run this model with `graphshard.eager(model)`"
                     )
                 slots.append((name, position))
         return slots

@@ -87,7 +87,13 @@ class Shard:
     def ref(self) -> ParamRef:
         """What passes may know of this parameter."""
         return ParamRef(
-            self.fqn, self.unit.name, self.index, self.param.size, self.leaf.numel(), self.param.parameter.dtype
+            self.fqn,
+            self.unit.name,
+            self.index,
+            self.param.size,
+            self.leaf.numel(),
+            self.param.parameter.dtype,
+            self.param.adds_in_reduce_dtype,
         )
 
     def hold(self, grad: Tensor, shared: bool) -> None:
@@ -101,7 +107,7 @@ class Shard:
             held = grad.to(self.param.reduce_dtype)
             self.held = held.clone() if held is grad and shared else held
         else:
-            self.held += grad
+            self.held += grad.to(self.param.reduce_dtype) if self.param.adds_in_reduce_dtype else grad
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Reduces a full gradient by a collective of its own; returns the flat shard `[N]`."""
@@ -148,10 +154,11 @@ class _EagerUnshard(torch.autograd.Function):
         if not shard.unit.reduce_grads:
             shard.hold(grad, shared=True)
             return None, *nothing
-        total = grad if shard.held is None else shard.held + grad
-        shard.held = None
+        if shard.held is not None:
+            shard.hold(grad, shared=True)
+            grad, shard.held = shard.held, None
         if record is not None:
             record.runs += 1
         else:
             shard.report.eager_reductions[shard.fqn] += 1
-        return shard.reduce(total), *nothing
+        return shard.reduce(grad), *nothing

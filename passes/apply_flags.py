@@ -34,10 +34,16 @@ HELD_PREFIX = "held_"
 
 @dataclass(frozen=True)
 class FlagsEdit:
-    """`unreduced`, `held`: names of reductions (held in argument order). `dead_outputs`: positions that become None."""
+    """What to rewrite.
+
+    Attributes:
+        unreduced: names of reductions that go.
+        held: (reduction, whether its gradient is cast before it is added) in argument order.
+        dead_outputs: positions of results that become None.
+    """
 
     unreduced: tuple[str, ...]
-    held: tuple[str, ...]
+    held: tuple[tuple[str, bool], ...]
     dead_outputs: tuple[int, ...]
 
     def __bool__(self) -> bool:
@@ -50,7 +56,11 @@ def decide(graph: Graph, ctx: PassContext) -> FlagsEdit:
         return FlagsEdit((), (), ())
     by_shard = {shard_placeholder(node).name: node for node in reductions(graph)}
     done = {node.name for node in graph.nodes if node.op == "placeholder" and node.name.startswith(HELD_PREFIX)}
-    held = tuple(by_shard[name].name for name in ctx.flags.held if HELD_PREFIX + name not in done)
+    held = tuple(
+        (by_shard[name].name, ctx.params[name].adds_in_reduce_dtype)
+        for name in ctx.flags.held
+        if HELD_PREFIX + name not in done
+    )
     unreduced = tuple(node.name for name, node in by_shard.items() if name in ctx.flags.unreduced)
     return FlagsEdit(unreduced, held, dead_outputs(graph, ctx.flags.undefined))
 
@@ -81,8 +91,8 @@ def is_tangent(node: Node) -> bool:
 def apply(graph: Graph, edit: FlagsEdit) -> None:
     """Rewrites the reductions that `edit` names."""
     by_name = {node.name: node for node in graph.nodes}
-    for name in edit.held:
-        _add_held(graph, by_name[name])
+    for name, cast_first in edit.held:
+        _add_held(graph, by_name[name], cast_first)
     for name in edit.unreduced:
         node = by_name[name]
         node.replace_all_uses_with(node.args[0])
@@ -94,7 +104,7 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
         graph.eliminate_dead_code()
 
 
-def _add_held(graph: Graph, reduction: Node) -> None:
+def _add_held(graph: Graph, reduction: Node, cast_first: bool) -> None:
     grad, reduce_dtype = reduction.args[0], spec_of(reduction).reduce_dtype
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
@@ -102,5 +112,6 @@ def _add_held(graph: Graph, reduction: Node) -> None:
     value = val(grad)
     with value.fake_mode:
         placeholder.meta["val"] = torch.empty(value.shape, dtype=reduce_dtype, device=value.device)
-    total = Builder(graph, reduction).call(aten.add.Tensor, placeholder, grad)
+    build = Builder(graph, reduction)
+    total = build.call(aten.add.Tensor, placeholder, build.cast(grad, reduce_dtype) if cast_first else grad)
     reduction.update_arg(0, total)

@@ -15,7 +15,7 @@ from torch.distributed.utils import _apply_to_tensors
 from graphshard.casts import cast_floating, cast_hooks
 from tests.graph.graphs import BF16, F16, F32
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Typed(NamedTuple):

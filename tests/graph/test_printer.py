@@ -23,7 +23,8 @@ def test_printer_says_what_a_launch_carries() -> None:
     )
     (launch,) = launches(lowered.graph)
     assert format_node(launch) == (
-        "%all_gather_into_tensor_default = all_gather_into_tensor(%cat_default, 2, '0') : bf16[16]  # gather:u: u.a, u.b"
+        "%all_gather_into_tensor_default = all_gather_into_tensor(%cat_default, 2, '0') : bf16[16]"
+        "  # gather:u: u.a, u.b"
     )
 
 

@@ -12,8 +12,9 @@ from torch.fx import Graph, Node
 
 from graphshard import verify
 from graphshard.errors import VerifyError
-from graphshard.ir import REDUCE_SCATTER, WAIT, Builder, aten, launches, output_node, replace, val
+from graphshard.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
 from graphshard.markers import REDUCE_GRAD, UNSHARD
+from tests.graph import test_verify_collectives
 from tests.graph.graphs import (
     BF16,
     F16,
@@ -28,38 +29,13 @@ from tests.graph.graphs import (
     two_gathers,
     two_reductions,
 )
-
-Break = Callable[[Marked], None]
-
-
-def marked_forward() -> Marked:
-    return toy_forward(toy_weights())
-
-
-def lowered_forward() -> Marked:
-    return lowered_until(marked_forward())
-
-
-def lowered_backward() -> Marked:
-    return lowered_until(toy_backward(toy_weights()))
-
-
-def assert_rejects(invariant: str, check: Callable[[], None], *named: str) -> None:
-    """The check fails with this invariant, and the message names each of `named`."""
-    with pytest.raises(VerifyError) as caught:
-        check()
-    assert caught.value.invariant == invariant
-    message = str(caught.value)
-    assert message.startswith(f"[{invariant}] ")
-    for name in named:
-        assert name in message
-
+from tests.graph.rejection import assert_rejects, lowered_backward, lowered_forward
 
 # -- G: the graph itself
 
 
 def test_g1_rejects_a_use_before_its_definition() -> None:
-    marked = marked_forward()
+    marked = toy_forward(toy_weights())
     verify.check_lint(marked.graph)
     first, last = marked.node("t_default"), marked.node("mm_default")
     last.append(first)
@@ -67,14 +43,14 @@ def test_g1_rejects_a_use_before_its_definition() -> None:
 
 
 def test_g1_rejects_a_node_of_another_graph() -> None:
-    marked, other = marked_forward(), marked_forward()
+    marked, other = toy_forward(toy_weights()), toy_forward(toy_weights())
     marked.node("relu_default").update_arg(0, other.node("addmm_default"))
     assert_rejects("G1", lambda: verify.check_lint(marked.graph), "addmm_default")
 
 
 @pytest.mark.parametrize("name", ["x", "relu_default", "unshard_default"])
 def test_g2_rejects_a_value_without_a_fake_value(name: str) -> None:
-    marked = marked_forward()
+    marked = toy_forward(toy_weights())
     verify.check_values(marked.graph, recompute=False)
     del marked.node(name).meta["val"]
     assert_rejects("G2", lambda: verify.check_values(marked.graph, recompute=False), f"> %{name} = ")
@@ -91,7 +67,7 @@ def _retyped(node: Node, size: tuple[int, ...], dtype: torch.dtype, strides: tup
     ids=["shape", "dtype", "strides"],
 )
 def test_g3_rejects_a_stale_fake_value(size: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> None:
-    marked = marked_forward()
+    marked = toy_forward(toy_weights())
     verify.check_values(marked.graph, recompute=True)
     _retyped(marked.node("unshard_default"), size, dtype, strides)
     verify.check_values(marked.graph, recompute=False)
@@ -114,7 +90,7 @@ def test_g3_rejects_a_stale_fake_value_of_a_split() -> None:
 
 
 def test_g3_rejects_a_replacement_of_another_layout() -> None:
-    marked = marked_forward()
+    marked = toy_forward(toy_weights())
     old, bias = marked.node("unshard_default"), marked.node("unshard_default_1")
     with pytest.raises(VerifyError, match=r"^\[G3\] %unshard_default_1 replaces %unshard_default: "):
         replace(old, bias)
@@ -133,133 +109,12 @@ def _drop_result(marked: Marked) -> None:
 
 
 @pytest.mark.parametrize("damage", [_add_input, _drop_result])
-def test_g4_rejects_a_changed_signature(damage: Break) -> None:
-    marked = marked_forward()
+def test_g4_rejects_a_changed_signature(damage: Callable[[Marked], None]) -> None:
+    marked = toy_forward(toy_weights())
     before = verify.signature(marked.graph)
     verify.check_signature(marked.graph, before)
     damage(marked)
     assert_rejects("G4", lambda: verify.check_signature(marked.graph, before), "head_shard")
-
-
-# -- C: collectives
-
-
-def test_c1_rejects_two_waits() -> None:
-    lowered = lowered_backward()
-    verify.check_waits(lowered.graph)
-    wait = lowered.calls(WAIT)[0]
-    launch = wait.all_input_nodes[0]
-    Builder(lowered.graph, wait).call(WAIT, launch)
-    assert_rejects("C1", lambda: verify.check_waits(lowered.graph), f"%{launch.name}: got 2 waits")
-
-
-def test_c1_rejects_a_launch_without_a_wait() -> None:
-    lowered = lowered_backward()
-    wait = next(wait for wait in lowered.calls(WAIT) if wait.all_input_nodes[0].target is REDUCE_SCATTER)
-    launch = wait.all_input_nodes[0]
-    wait.update_arg(0, lowered.node("head_shard"))
-    assert_rejects("C1", lambda: verify.check_waits(lowered.graph), f"%{launch.name}: got 0 waits")
-
-
-def test_c2_rejects_a_read_before_the_wait() -> None:
-    lowered = lowered_forward()
-    verify.check_hazards(lowered.graph)
-    wait = lowered.calls(WAIT)[0]
-    reader = Builder(lowered.graph, wait).call(aten.neg.default, wait.all_input_nodes[0])
-    assert_rejects("C2", lambda: verify.check_hazards(lowered.graph), f"%{reader.name}: reads")
-
-
-def _before(anchor: Node, target: Callable[..., object], *args: object, **kwargs: object) -> Node:
-    with anchor.graph.inserting_before(anchor):
-        return anchor.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-
-
-def _copy_into_input(build: Builder, source: Node) -> Node:
-    return build.call(aten.copy_.default, source, source)
-
-
-def _write_through_view(build: Builder, source: Node) -> Node:
-    return build.call(aten.zero_.default, build.call(aten.slice.Tensor, source, 0, 0, 1))
-
-
-def _write_as_out(build: Builder, source: Node) -> Node:
-    return _before(build.anchor, aten.neg.out, source, out=source)
-
-
-def _write_in_a_list(build: Builder, source: Node) -> Node:
-    return _before(build.anchor, aten._foreach_zero_.default, [source])
-
-
-_WRITES = [_copy_into_input, _write_through_view, _write_as_out, _write_in_a_list]
-
-
-@pytest.mark.parametrize("write", _WRITES)
-def test_c2_rejects_a_write_to_an_input_before_the_wait(write: Callable[[Builder, Node], Node]) -> None:
-    lowered = lowered_forward()
-    wait = lowered.calls(WAIT)[1]  # ordered: the launch stands well before
-    launch = wait.all_input_nodes[0]
-    writer = write(Builder(lowered.graph, wait), launch.all_input_nodes[0])
-    assert_rejects("C2", lambda: verify.check_hazards(lowered.graph), f"%{writer.name}: writes", f"%{launch.name}")
-
-
-def test_c2_rejects_a_write_to_what_an_input_is_a_view_of() -> None:
-    lowered = lowered_backward()
-    launch = launches(lowered.graph)[1]
-    flat = launch.all_input_nodes[0]
-    assert flat.target is aten.reshape.default
-    base = flat.all_input_nodes[0].all_input_nodes[0]
-    with lowered.graph.inserting_after(launch):
-        writer = lowered.graph.call_function(aten.zero_.default, (base,))
-    assert_rejects("C2", lambda: verify.check_hazards(lowered.graph), f"%{writer.name}: writes")
-
-
-@pytest.mark.parametrize("write", _WRITES)
-def test_c2_accepts_a_write_after_the_wait_or_before_the_launch(write: Callable[[Builder, Node], Node]) -> None:
-    lowered = lowered_forward()
-    launch = launches(lowered.graph)[1]
-    source, wait = launch.all_input_nodes[0], next(iter(launch.users))
-    write(Builder(lowered.graph, launch), source)
-    write(Builder(lowered.graph, wait.next), source)
-    verify.check_hazards(lowered.graph)
-
-
-def test_c3_rejects_a_lost_gather() -> None:
-    marked = marked_forward()
-    before = verify.traffic(marked.graph, marked.ctx)
-    verify.check_traffic(marked.graph, marked.ctx, before)
-    bias = marked.node("unshard_default_3")
-    bias.replace_all_uses_with(marked.node("unshard_default_1"))
-    marked.graph.erase_node(bias)
-    check = lambda: verify.check_traffic(marked.graph, marked.ctx, before)  # noqa: E731
-    assert_rejects("C3", check, "blocks.1.bias: all_gather got None")
-
-
-def test_c3_rejects_a_gather_made_twice() -> None:
-    marked = lowered_forward()
-    before = verify.traffic(marked.graph, marked.ctx)
-    launch = launches(marked.graph)[0]
-    again = Builder(marked.graph, launch).call(launch.target, *launch.args)  # type: ignore[arg-type]
-    again.meta["collective"] = launch.meta["collective"]
-    check = lambda: verify.check_traffic(marked.graph, marked.ctx, before)  # noqa: E731
-    assert_rejects("C3", check, "blocks.0.bias: all_gather")
-
-
-def test_c3_rejects_another_dtype_on_the_wire() -> None:
-    weight = Weight("block.weight", (4, 3), reduce_dtype=BF16)
-    marked = two_reductions(weight)
-    before = verify.traffic(marked.graph, marked.ctx)
-    (marker,) = marked.calls(REDUCE_GRAD)
-    marker.update_arg(2, str(Weight("block.weight", (4, 3)).spec))
-    check = lambda: verify.check_traffic(marked.graph, marked.ctx, before)  # noqa: E731
-    assert_rejects("C3", check, "block.weight: reduce_scatter", "bfloat16", "float32")
-
-
-def test_c3_counts_markers_and_launches_alike() -> None:
-    for marked in (marked_forward(), toy_backward(toy_weights(world_size=3))):
-        before = verify.traffic(marked.graph, marked.ctx)
-        assert before
-        lowered = lowered_until(marked)
-        verify.check_traffic(lowered.graph, lowered.ctx, before)
 
 
 # -- B: buckets
@@ -431,7 +286,7 @@ def test_d1_rejects_a_gradient_that_has_not_its_parameters_dtype() -> None:
 def test_m1_rejects_a_marker_that_is_left() -> None:
     verify.check_lowered(lowered_forward().graph)
     verify.check_lowered(lowered_backward().graph)
-    assert_rejects("M1", lambda: verify.check_lowered(marked_forward().graph), "> %unshard_default = ")
+    assert_rejects("M1", lambda: verify.check_lowered(toy_forward(toy_weights()).graph), "> %unshard_default = ")
     reduction = two_reductions(Weight("w", (4,)))
     assert_rejects("M1", lambda: verify.check_lowered(reduction.graph), "> %reduce_grad_default = ")
 
@@ -442,7 +297,8 @@ def test_m1_rejects_a_marker_that_is_left() -> None:
 def test_invariants_have_a_rejecting_test_each() -> None:
     listed = set(re.findall(r"\b([A-Z]\d)  ", verify.__doc__ or ""))
     assert len(listed) >= 13
-    tested = {match[1].upper() for name in globals() if (match := re.match(r"test_([a-z]\d)_rejects_", name))}
+    names = [*globals(), *vars(test_verify_collectives)]
+    tested = {match[1].upper() for name in names if (match := re.match(r"test_([a-z]\d)_rejects_", name))}
     assert tested == listed
 
 
