@@ -5,6 +5,7 @@ traced.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,19 +34,21 @@ def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook | None, Hook | None]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with each floating-point tensor in `dtype`, through tuples, named tuples, lists, dicts and
-    dataclasses.
-    """
+    """`value` with each floating-point tensor in `dtype`, in the containers in which FSDP2 finds them."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if isinstance(value, dict):
-        items = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(item, dtype) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)([cast_floating(item, dtype) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {field.name: cast_floating(getattr(value, field.name), dtype) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
+    if isinstance(value, OrderedDict):  # also a subclass, such as a model's own output type
+        copy = type(value)()
+        for key, item in value.items():
+            copy[key] = cast_floating(item, dtype)
+        return copy
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, (tuple, list, set)):
+        return type(value)([cast_floating(item, dtype) for item in value])
     return value

@@ -230,10 +230,10 @@ class Builder:
         with self._graph.inserting_before(self.anchor):
             node = self._graph.call_function(target, args, kwargs)
         fake_args = fake(args)
-        modes = [x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")]
-        if not modes:
+        mode = next((x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")), None)
+        if mode is None:
             raise AssertionError(f"{node}: no argument has a fake value")
-        with modes[0], torch.no_grad():
+        with mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **kwargs)
         node.meta.update(self.meta, **meta)
         return node

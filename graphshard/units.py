@@ -42,7 +42,9 @@ def _collect(module: nn.Module, owners: dict[int, int], units: list[nn.Module], 
 
 
 def _kind(module: nn.Module) -> object:
-    """What makes two siblings equal blocks; None without parameters."""
+    """What makes two siblings equal blocks; None without parameters, or without a forward to hang a unit on."""
+    if type(module).forward is nn.Module.forward:
+        return None
     shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
     return (type(module), shapes) if shapes else None
 

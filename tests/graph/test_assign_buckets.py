@@ -53,6 +53,7 @@ def test_buckets_follow_the_order_of_parameters_and_not_of_reads() -> None:
     "changes",
     [
         {"dtype": BF16},
+        {"dtype": BF16, "param_dtype": F32},
         {"param_dtype": BF16},
         {"reduce_dtype": F16},
         {"group": "1"},
