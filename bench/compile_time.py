@@ -7,7 +7,6 @@ ranks compile at the same time.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,27 +15,10 @@ from torch import Tensor, nn
 import graphshard
 from bench.models import decoder
 from bench.processes import Ranks
+from bench.samples import CompileTime
 from bench.variants import COMPILED_WHOLE, Variant, check_compiled, prepare
 
 TIMEOUT_S = 1800.0
-
-
-class CompileTime(NamedTuple):
-    """One case on one rank.
-
-    Attributes:
-        first_step_s: forward and backward, compilation included.
-        second_step_s: the same again, with nothing left to compile.
-        passes_s: seconds in graphshard's passes and their checks, joint and program.
-        regions: graphs that graphshard captured.
-        programs: graphs that graphshard lowered.
-    """
-
-    first_step_s: float
-    second_step_s: float
-    passes_s: float = 0.0
-    regions: int = 0
-    programs: int = 0
 
 
 class CompileTimer:

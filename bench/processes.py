@@ -1,19 +1,21 @@
 """Fresh processes to measure in, one per rank of a case.
 
-Nothing that another case compiled is warm: a process has its own Dynamo, and its Inductor cache is a new folder. The
-parent asks, the process measures, so that cases can take turns.
+Nothing that another case compiled is warm: a process is a fork of one that has imported everything and run nothing, and
+its Inductor cache is a new folder. The parent asks, the process measures, so that cases can take turns.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -46,19 +48,21 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="graphshard-bench-", ignore_cleanup_errors=True)
         self._processes = []
         self._connections: list[Connection] = []
-        context = multiprocessing.get_context("spawn")
-        for rank in range(world_size):
-            cache = Path(self._folder.name) / f"inductor-{rank}"
-            theirs, ours = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, self._folder.name, timeout_s, build, args), daemon=True
-            )
-            # Read when libraries are imported, which a spawned process does before anything else.
-            with exported({**worker_environment(), "TORCHINDUCTOR_CACHE_DIR": str(cache)}):
+        context = get_context("forkserver")
+        context.set_forkserver_preload([build.__module__])
+        # The fork server reads them when it starts, and finds its imports by PYTHONPATH.
+        with exported({**worker_environment(), "PYTHONPATH": os.pathsep.join(sys.path)}):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, rank, world_size, self._folder.name, timeout_s, build, args),
+                    daemon=True,
+                )
                 process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Calls a method of what `build` made, in every process at once; returns the results by rank.
@@ -115,6 +119,7 @@ def _serve(
 ) -> None:
     """Runs in the process: answers calls until the parent closes the connection."""
     try:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / f"inductor-{rank}")
         torch.set_num_threads(1)
         # One rank needs no store that others can reach.
         store = dist.HashStore() if world_size == 1 else dist.FileStore(str(Path(folder) / "store"), world_size)

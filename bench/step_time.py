@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.models import many_parameters
 from bench.processes import Ranks
+from bench.samples import StepTime
 from bench.variants import REFERENCE, VARIANTS, Variant, check_compiled, prepare
 
 COMPILING_STEPS = 3
@@ -24,13 +25,6 @@ STEPS_PER_TURN = 5
 TIMEOUT_S = 900.0
 # Relative: float32 sums in another order, nothing more. A variant that computes something else would fail by far.
 TOLERANCE = 1e-3
-
-
-class StepTime(NamedTuple):
-    """Seconds of one step."""
-
-    forward_s: float
-    backward_s: float
 
 
 class Evidence(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch.fx import Node
 
@@ -59,7 +61,7 @@ def test_flags_unreduced_hands_out_the_gradient_itself() -> None:
 
 def test_flags_held_adds_what_was_accumulated_first() -> None:
     marked = backward_of_two_outputs(A, B).flagged(held=("b_shard", "a_shard"))
-    assert applied(marked).held == ("reduce_grad_default_1", "reduce_grad_default")
+    assert applied(marked).held == (("reduce_grad_default_1", False), ("reduce_grad_default", False))
     # New arguments come last, in the order of the flag.
     assert placeholders(marked)[-2:] == ["held_b_shard", "held_a_shard"]
     for reduction, grad in zip(marked.calls(REDUCE_GRAD), ("mul_tensor", "mul_tensor_1"), strict=True):
@@ -76,6 +78,21 @@ def test_flags_held_is_in_the_reduce_dtype() -> None:
     held, (total,) = marked.node("held_a_shard"), marked.calls(aten.add.Tensor)
     assert (held.meta["val"].dtype, held.meta["val"].shape) == (F32, (4, 3))
     assert total.meta["val"].dtype == F32
+
+
+@pytest.mark.parametrize("adds_in_reduce_dtype", [False, True])
+def test_flags_held_casts_a_gradient_first_where_fsdp2_does(adds_in_reduce_dtype: bool) -> None:
+    weight = Weight("a", (4, 3), param_dtype=BF16, reduce_dtype=F32)
+    marked = backward_of_two_outputs(weight).flagged(held=("a_shard",))
+    ref = replace(weight.ref, adds_in_reduce_dtype=adds_in_reduce_dtype)
+    marked.ctx = replace(marked.ctx, params={"a_shard": ref})
+    applied(marked)
+    (total,) = marked.calls(aten.add.Tensor)
+    assert total.args[0] is marked.node("held_a_shard")
+    term = total.args[1]
+    assert isinstance(term, Node)
+    assert term.meta["val"].dtype == (F32 if adds_in_reduce_dtype else BF16)
+    assert (term is marked.node("mul_tensor")) != adds_in_reduce_dtype
 
 
 def test_flags_undefined_makes_dead_results_none() -> None:

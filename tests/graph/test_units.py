@@ -117,10 +117,8 @@ class Holder(nn.Module):
 
 
 # FSDP2 refuses a list or a dict as a unit, and hooks of a module that is never called would not run.
-NO_FORWARD = pytest.mark.xfail(strict=True, reason="find_units takes modules without a forward")
 
 
-@NO_FORWARD
 def test_units_of_nested_lists_are_their_blocks() -> None:
     blocks = nn.ModuleList([nn.ModuleList([Block(), Block()]) for _ in range(2)])
     assert found(blocks) == ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
@@ -131,13 +129,11 @@ def test_units_of_unlike_nested_lists_are_their_blocks() -> None:
     assert found(blocks) == ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
 
 
-@NO_FORWARD
 def test_units_of_nested_dicts_are_their_blocks() -> None:
     blocks = nn.ModuleDict({side: nn.ModuleDict({"a": Block(), "b": Block()}) for side in ("left", "right")})
     assert found(blocks) == ["blocks.left.a", "blocks.left.b", "blocks.right.a", "blocks.right.b"]
 
 
-@NO_FORWARD
 def test_units_have_a_forward() -> None:
     assert found(nn.ModuleList([Holder(), Holder()])) == [f"blocks.{i}.inner.{j}" for i in range(2) for j in range(2)]
 

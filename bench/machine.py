@@ -1,0 +1,48 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# Of the cores, before the bench starts: above it, others' work is in every number.
+MAX_IDLE_LOAD = 0.25
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine, and how busy it was when the bench began."""
+
+    torch_version: str
+    python_version: str
+    system: str
+    cpu: str
+    cores: int
+    load: float
+
+    @property
+    def busy(self) -> bool:
+        return self.load > MAX_IDLE_LOAD * self.cores
+
+    @staticmethod
+    def this() -> Machine:
+        return Machine(
+            torch.__version__,
+            platform.python_version(),
+            f"{platform.system()} {platform.machine()}",
+            _cpu_model(),
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            os.getloadavg()[0],
+        )
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

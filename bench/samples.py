@@ -1,0 +1,30 @@
+"""What processes send back: raw measurements, in seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepTime(NamedTuple):
+    """One training step."""
+
+    forward_s: float
+    backward_s: float
+
+
+class CompileTime(NamedTuple):
+    """One compilation, on one rank.
+
+    Attributes:
+        first_step_s: forward and backward, compilation included.
+        second_step_s: the same again, with nothing left to compile.
+        passes_s: seconds in graphshard's passes and their checks, joint and program.
+        regions: graphs that graphshard captured.
+        programs: graphs that graphshard lowered.
+    """
+
+    first_step_s: float
+    second_step_s: float
+    passes_s: float = 0.0
+    regions: int = 0
+    programs: int = 0

@@ -1,0 +1,87 @@
+"""Rows as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.machine import Machine
+from bench.rows import Claim, CompileRow, StepRow
+
+
+def align(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two spaces apart: the first two to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (header, *lines)
+    ]
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    """What the measurement ran on."""
+    lines = [
+        f"torch {machine.torch_version}, Python {machine.python_version}, {machine.system}, "
+        f"{machine.cpu}, {machine.cores} cores, load average {machine.load:.1f}"
+    ]
+    if machine.busy:
+        lines.append("NOTE: other programs ran when this one began: these timings are no results")
+    return lines
+
+
+def step_table(rows: Sequence[StepRow]) -> list[str]:
+    """Host time by backend and variant."""
+    header = ("backend", "variant", "forward us", "backward us", "total us", "quartiles us", "ratio")
+    return align(
+        header,
+        [
+            (
+                row.backend,
+                row.variant,
+                f"{row.forward_us:,.0f}",
+                f"{row.backward_us:,.0f}",
+                f"{row.total_us:,.0f}",
+                f"{row.low_us:,.0f} - {row.high_us:,.0f}",
+                f"{row.ratio:.2f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def compile_table(rows: Sequence[CompileRow]) -> list[str]:
+    """Compile time by backend, variant and depth."""
+    header = ("backend", "variant", "layers", "first step s", "passes s", "share", "ms/layer", "regions", "programs")
+    return align(
+        header,
+        [
+            (
+                row.backend,
+                row.variant,
+                str(row.num_layers),
+                f"{row.first_step_s:.2f}",
+                *(
+                    ("-", "-", "-", "-", "-")
+                    if row.passes_s is None or row.share is None or row.passes_per_layer_s is None
+                    else (
+                        f"{row.passes_s:.3f}",
+                        f"{row.share:.1%}",
+                        f"{1e3 * row.passes_per_layer_s:.1f}",
+                        str(row.regions),
+                        str(row.programs),
+                    )
+                ),
+            )
+            for row in rows
+        ],
+    )
+
+
+def claim_table(claims: Sequence[Claim]) -> list[str]:
+    """Each claim, the number found, and yes or no."""
+    return align(
+        ("backend", "claim", "got", "holds"),
+        [(claim.backend, claim.says, claim.got, "yes" if claim.holds else "NO") for claim in claims],
+    )

@@ -1,0 +1,175 @@
+"""The adapter to FSDP2's state: what it reads is true, and what it takes off it puts back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from graphshard import fsdp2
+from graphshard.casts import cast_hooks
+from graphshard.testing import WorkerPool
+
+
+def sharded(model: nn.Module, **options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def flat_shards() -> list[int]:
+    model = sharded(models.Uneven())
+    fsdp2.lazy_init(model)
+    (unit,) = fsdp2.find_units(model)
+    for param in unit.params:
+        local = param.parameter.to_local()  # type: ignore[attr-defined]
+        assert param.flat_shard.dim() == 1
+        if local.numel():
+            assert param.flat_shard.data_ptr() == local.data_ptr()
+    assert all(param.size == tuple(param.parameter.shape) for param in unit.params)
+    return [param.flat_shard.numel() for param in unit.params]
+
+
+def test_flat_shards_have_one_size_on_all_ranks(four_ranks: WorkerPool) -> None:
+    first, *others = four_ranks.run(flat_shards)
+    assert others == [first] * 3
+
+
+def names_and_owners() -> None:
+    model = sharded(models.Decoder(layers=2, tied=True))
+    units = fsdp2.find_units(model)
+    assert [unit.name for unit in units] == ["", "layers.0", "layers.1"]
+    tied = units[0].params[0]
+    assert tied.owners == [(model.embed, "weight"), (model.head, "weight")]
+    names = fsdp2.parameter_names(model)
+    assert names[id(tied.parameter)] == "embed.weight"
+    assert set(names.values()) == {name for name, _ in model.named_parameters()}
+    assert [unit.reshard_after_forward for unit in units] == [True, True, True]
+    fsdp2.lazy_init(model)
+    assert [unit.reshard_after_forward for unit in units] == [False, True, True]  # the root's is kept by default
+    assert [unit.world_size for unit in units] == [2, 2, 2] and all(unit.reduce_grads for unit in units)
+    model.layers[0].set_requires_gradient_sync(False)
+    assert [unit.reduce_grads for unit in units] == [True, False, True]
+    assert fsdp2.is_sharded(model)
+    model.unshard()
+    assert not fsdp2.is_sharded(model)
+
+
+def test_units_names_and_flags(two_ranks: WorkerPool) -> None:
+    two_ranks.run(names_and_owners)
+
+
+def delivered_gradients() -> None:
+    model = sharded(models.Uneven())
+    fsdp2.lazy_init(model)
+    (unit,) = fsdp2.find_units(model)
+    rank = torch.distributed.get_rank()
+    hooked: list[Any] = []
+    for param in unit.params:
+        param.parameter.register_post_accumulate_grad_hook(hooked.append)
+        for times in (1, 2):
+            param.deliver_grad(torch.full_like(param.flat_shard, 1.0 + rank))
+            grad = param.parameter.grad
+            assert isinstance(grad, DTensor) and grad.shape == param.parameter.shape
+            assert torch.equal(grad.to_local(), torch.full_like(grad.to_local(), times * (1.0 + rank)))
+    assert len(hooked) == 2 * len(unit.params) and hooked[0] is unit.params[0].parameter
+
+
+def test_gradients_are_unpadded_added_and_announced(two_ranks: WorkerPool) -> None:
+    two_ranks.run(delivered_gradients)
+
+
+def hooks_come_back() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for options in ({}, {"mp_policy": policy}):
+        model = models.Decoder(layers=2)
+        order: list[str] = []
+        model.register_forward_pre_hook(lambda *_: order.append("before"))
+        model.register_forward_hook(lambda *_: order.append("first"))
+        sharded(model, **options)
+        model.register_forward_hook(lambda *_: order.append("last"))
+        keys = [list(model._forward_pre_hooks), list(model._forward_hooks)]
+        functions = [list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())]
+        hooks = fsdp2.ForwardHooks(model, cast_hooks)
+        for _ in range(2):
+            hooks.detach()
+            hooks.detach()
+            assert len(model._forward_hooks) == 2
+            assert len(model._forward_pre_hooks) == (2 if options else 1)
+            hooks.attach()
+            hooks.attach()
+        assert keys == [list(model._forward_pre_hooks), list(model._forward_hooks)]
+        assert functions == [list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())]
+        model(*models.tokens(0, 0))
+        assert order == ["before", "first", "last"]
+
+
+def test_forward_hooks_come_back_to_their_places(two_ranks: WorkerPool) -> None:
+    two_ranks.run(hooks_come_back)
+
+
+def watched() -> None:
+    model = sharded(models.Decoder(layers=2))
+    fsdp2.lazy_init(model)
+    params = [param for unit in fsdp2.find_units(model) for param in unit.params]
+
+    def changed() -> bool:
+        result = watch.changed()
+        return result
+
+    watch = fsdp2.ParameterWatch(params)
+    assert not changed()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    model.unshard()
+    model.reshard()
+    assert not changed()
+    model.head.weight.requires_grad_(False)
+    assert changed()
+    watch = fsdp2.ParameterWatch(params)
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert not changed()
+    model.load_state_dict(state, assign=True)
+    assert changed()
+    watch = fsdp2.ParameterWatch(params)
+    model.to(torch.float64)
+    assert changed()
+    watch = fsdp2.ParameterWatch(params)
+    model.head.weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="weight' was replaced after compile"):
+        changed()
+
+
+def test_changed_parameters_are_noticed(two_ranks: WorkerPool) -> None:
+    two_ranks.run(watched)
+
+
+def unreduced() -> None:
+    model = sharded(models.Decoder(layers=2))
+    units = fsdp2.find_units(model)
+
+    def backward() -> Tensor:
+        loss: Tensor = model(*models.tokens(0, 0)).square().mean()
+        loss.backward()
+        return loss
+
+    assert not any(unit.holds_unreduced_grads() for unit in units)
+    model.set_requires_gradient_sync(False)
+    backward()
+    assert all(unit.holds_unreduced_grads() for unit in units)
+    model.set_requires_gradient_sync(True)
+    backward()
+    assert not any(unit.holds_unreduced_grads() for unit in units)
+
+
+def test_unreduced_gradients_of_the_other_engine_are_seen(two_ranks: WorkerPool) -> None:
+    two_ranks.run(unreduced)

@@ -1,0 +1,149 @@
+"""What graphshard takes from the inside of torch: a new version that changes one of these fails here first."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx import symbolic_trace
+
+from graphshard import compat
+from graphshard.backend import Partitioner
+
+
+@pytest.mark.parametrize(("version", "supported"), [("2.10.2", 0), ("2.11.0", 1), ("2.15.1+cpu", 1), ("2.16.0a0", 0)])
+def test_torch_versions_supported(version: str, supported: int) -> None:
+    with mock.patch("torch.__version__", version):
+        if supported:
+            compat.check_torch_version()
+        else:
+            with pytest.raises(RuntimeError, match=f"got torch {version.split('+')[0]}"):
+                compat.check_torch_version()
+
+
+def test_inductor_patches_name_settings_that_exist() -> None:
+    import torch._inductor.config as config
+
+    with config.patch(compat.INDUCTOR_PATCHES):
+        assert not config.reorder_for_peak_memory and not config.reorder_for_locality
+
+
+def test_partitioner_is_pickled_without_its_engine() -> None:
+    partitioner = Partitioner(mock.Mock())
+    copy = pickle.loads(pickle.dumps(partitioner))
+    assert copy.uuid() == partitioner.uuid() and copy.uuid() is not None
+    assert vars(copy)["_engine"] is None
+
+
+def test_source_digest_follows_torch_version() -> None:
+    before = compat.source_digest()
+    assert before == compat.source_digest()
+    with mock.patch("torch.__version__", "2.12.0"):
+        assert compat.source_digest() != before
+
+
+def test_dispatch_mode_is_noticed() -> None:
+    assert not compat.dispatch_mode_active()
+    with CommDebugMode():
+        assert compat.dispatch_mode_active()
+    assert not compat.dispatch_mode_active()
+
+
+def test_backward_is_known_while_it_runs() -> None:
+    seen: list[Any] = []
+
+    def look(grad: Tensor) -> None:
+        seen.append((compat.backward_id() >= 0, compat.keeps_graph()))
+        compat.call_at_end_of_backward(lambda: seen.append("end"))
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(look)
+    assert compat.backward_id() == -1
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [(True, True), "end", (True, False), "end"]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_copied_graph_is_its_own_and_shares_attributes() -> None:
+    gm = symbolic_trace(Weighted())
+    for node in gm.graph.nodes:
+        node.meta["val"] = node.name
+    copy = compat.copy_graph(gm)
+    assert [n.meta for n in copy.graph.nodes] == [n.meta for n in gm.graph.nodes]
+    assert copy.weight is gm.weight
+    next(iter(copy.graph.nodes)).meta["val"] = "changed"
+    assert next(iter(gm.graph.nodes)).meta["val"] == "x"
+
+
+def test_node_of_a_compiled_region_is_found_behind_views() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        return y, y.view(-1)
+
+    x = torch.ones(2, 2, requires_grad=True)
+    for result in torch.compile(f, backend="aot_eager")(x):
+        node = compat.compiled_function_node(result)
+        assert node is not None and "CompiledFunction" in type(node).__name__
+    assert compat.compiled_function_node(x.sin()) is None
+
+
+def test_inline_only_functions_are_inlined_and_never_captured() -> None:
+    graphs: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    @compat.inline_only
+    def inner(x: Tensor) -> Tensor:
+        return x.sin() if torch.compiler.is_compiling() else x.cos()
+
+    def outer(x: Tensor) -> Tensor:
+        y = inner(x)
+        torch._dynamo.graph_break()
+        return eager(y)
+
+    @torch.compiler.disable(recursive=False)
+    def eager(y: Tensor) -> Tensor:
+        return inner(y)
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(outer, backend=backend)(x), x.sin().cos())
+    assert len(graphs) == 1
+    assert torch.equal(torch.compile(inner, backend=backend)(x), x.cos())
+    assert len(graphs) == 1
+
+
+def test_static_tensors_keep_their_sizes_out_of_symbols() -> None:
+    sizes: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        sizes.append([type(s) for n in gm.graph.nodes if n.op == "placeholder" for s in n.meta["example_value"].shape])
+        return gm.forward
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend)
+    for numel in (3, 4, 5):
+        x = torch.ones(numel)
+        compat.keep_static(x)
+        compiled(x)
+    assert sizes == [[int]] * 3
+
+
+def test_generated_code_is_text_or_none() -> None:
+    assert compat.generated_code(mock.Mock(source_code="x = 1")) == "x = 1"
+    assert compat.generated_code(len) is None
