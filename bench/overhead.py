@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.compile_time import measure_compile
 from bench.machine import Machine
+from bench.models import PARAMS_PER_BLOCK
 from bench.rows import Claim, CompileRow, StepRow, compile_claims, compile_row, step_rows
 from bench.step_time import STEPS_PER_TURN, measure_steps
 from bench.tables import claim_table, compile_table, machine_lines, step_table
@@ -32,7 +33,7 @@ def measure_step_rows(backends: list[str], num_params: int, turns: int) -> list[
     say(
         "",
         f"Host time of a training step (forward, backward; no optimizer): {num_params} small parameters, "
-        f"{num_params // 6} units",
+        f"{num_params // PARAMS_PER_BLOCK} units",
         "world size 1 (gloo, HashStore): programs hold no collective. One process a variant, 1 thread, in turns;",
         f"medians of {turns * STEPS_PER_TURN} steps; ratio: of total to {REFERENCE}",
         "",
@@ -51,9 +52,9 @@ def measure_compile_rows(
     say(
         "",
         f"Compile time of a decoder (dim 64) on {num_ranks} gloo ranks that compile at the same time",
-        "a fresh process and Inductor cache for each case, 1 compile thread; an unrelated function was compiled before;",
-        "first step: forward and backward, compilation included. passes: graphshard's own, joint and program, their",
-        f"checks included (GRAPHSHARD_VERIFY={verify_level()}); the rank with the largest share",
+        "a fresh process and Inductor cache for each case, 1 compile thread, an unrelated function compiled before.",
+        "first step: forward and backward, compilation included. passes: all of graphshard's, on joint graphs and",
+        f"programs, with their checks (GRAPHSHARD_VERIFY={verify_level()}); the rank with the largest share",
         "",
     )
     rows = []
@@ -79,7 +80,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small and soon over: shows that it works, no results")
     args = parser.parse_args()
     if args.quick:
-        args.params, args.turns, args.layers = 60, 4, [1, 3]
+        args.params, args.turns, args.layers = 60, 4, [2, 4]
         args.backend = "aot_eager" if args.backend == "both" else args.backend
     backends = list(BACKENDS) if args.backend == "both" else [args.backend]
     machine = Machine.this()

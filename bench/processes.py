@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from graphshard.testing.environment import exported, worker_environment
 
@@ -80,11 +81,9 @@ class Ranks:
             ready = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RuntimeError(f"bench: {self.title}: {method}: no answer within {self._timeout_s:.0f} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = self._connections.index(connection)
+            for rank in [rank for rank, connection in enumerate(self._connections) if connection in ready]:
                 try:
-                    failure, replies[rank] = connection.recv()
+                    failure, replies[rank] = self._connections[rank].recv()
                 except EOFError:
                     failure = "the process died"
                 if failure:
@@ -122,7 +121,7 @@ def _serve(
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / f"inductor-{rank}")
         torch.set_num_threads(1)
         # One rank needs no store that others can reach.
-        store = dist.HashStore() if world_size == 1 else dist.FileStore(str(Path(folder) / "store"), world_size)
+        store = HashStore() if world_size == 1 else FileStore(str(Path(folder) / "store"), world_size)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
         )

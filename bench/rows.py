@@ -6,8 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 from bench.samples import CompileTime, StepTime
+
+V = TypeVar("V", bound=str)
 
 MAX_SHARE = 0.05
 # Seconds that grow as layers ** exponent: 1 is linear, 2 quadratic; the rest is room for noise.
@@ -41,7 +45,7 @@ class StepRow:
     steps: int
 
 
-def step_rows(backend: str, samples: Mapping[str, Sequence[StepTime]], reference: str) -> list[StepRow]:
+def step_rows(backend: str, samples: Mapping[V, Sequence[StepTime]], reference: V) -> list[StepRow]:
     """One row for each variant, in order; `reference` is the variant that ratios refer to."""
     totals = {variant: [1e6 * (t.forward_s + t.backward_s) for t in times] for variant, times in samples.items()}
     unit_us = statistics.median(totals[reference])
@@ -140,7 +144,7 @@ def compile_claims(rows: Sequence[CompileRow], whole: str, by_unit: str) -> list
                 )
             )
         wholes = [row for row in cases if row.variant == whole]
-        exponent = max(_exponent(few, many) for few, many in zip(wholes, wholes[1:], strict=False))
+        exponent = max(_exponent(few, many) for few, many in pairwise(wholes))
         claims.append(
             Claim(
                 backend,

@@ -52,6 +52,7 @@ class Engine:
         self.regions: list[Region] = []
         self.shard_at: dict[int, Shard] = {}
         self._compiled = True  # False: FSDP2's hooks run the model
+        self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._shards: list[Shard] = []
         self._reshard: list[bool] = []
         self._gathered: dict[tuple[int, bool], Tensor] = {}
@@ -101,6 +102,8 @@ class Engine:
         """Makes ready for a forward; False when the model is to run in eager FSDP2."""
         if self._falls_back(unit.unsupported_now() for unit in self._units):
             return False
+        if self._eager_ran:
+            self._refuse_held_by_fsdp2()
         if not self._shards:
             fsdp2.lazy_init(self.model)
             fqns = fsdp2.parameter_names(self.model)
@@ -174,6 +177,10 @@ class Engine:
 
         def count() -> None:
             self.report.eager_unshards[shard.fqn] += 1
+            owner = shard.fqn.rpartition(".")[0] or "the root"
+            self.report.say_once(
+                f"{owner} reads parameters outside any graph: they are gathered and reduced one by one"
+            )
 
         return self._gather(shard, count, None)
 
@@ -229,12 +236,16 @@ class Engine:
             self._return_compiled()
 
     def _leave_compiled(self) -> None:
+        self._eager_ran = True
         self._hooks.attach()
         self._compiled = False
 
     def _return_compiled(self) -> None:
         self._hooks.detach()
         self._compiled = True
+        self._refuse_held_by_fsdp2()
+
+    def _refuse_held_by_fsdp2(self) -> None:
         self._refuse_held("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_unreduced_grads()])
 
     def _refuse_held(self, holder: str, names: Sequence[str]) -> None:

@@ -262,8 +262,9 @@ class Region:
         )
         program = self._program(graph, binding, flags)
         shared = _storages(args) if unreduced else set()
-        results = list(program.run([*args, *(shard.held for shard in held)]))
-        args.clear()
+        taken = [*args, *(shard.held for shard in held)]
+        args.clear()  # the program frees what forward saved as it goes
+        results = list(program.run(taken))
         program.record.runs += 1
         for shard in held:
             shard.held = None

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lstm": {
         "build": models.Recurrent,
         "inputs": models.sequences,
-        "allow_eager": ("rnn.",),
+        "allow_eager": ("rnn",),
         "expect_collectives": None,
     },
     "dropout": {"build": models.Dropped, "inputs": models.features},
