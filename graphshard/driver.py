@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard import env, verify
 from graphshard.compat import copy_graph, log_artifact
+from graphshard.errors import VerifyError
 from graphshard.ir import PassContext, output_args, reductions, shard_placeholder, spec_of
 from graphshard.passes import JOINT, PROGRAM, Pass
 from graphshard.printer import format_graph
@@ -112,7 +113,11 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -
         before = _Before(graph, ctx) if level else None
         step.apply(graph, edit)
         if before is not None:
-            before.check(graph, step, ctx, level)
+            try:
+                before.check(graph, step, ctx, level)
+            except VerifyError as error:
+                error.add_note(f"after pass {step.name} of {title}: {edit}")
+                raise
         edits.append((step.name, edit))
         _dump(directory, title, number, step.name, graph, str(edit))
     return edits

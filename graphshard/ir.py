@@ -6,6 +6,7 @@ carries is kept in its `Collective`, so that no pass, check or dump has to find 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
@@ -30,26 +31,8 @@ LAUNCHES: Mapping[Any, Kind] = {
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = LAUNCHES
 
 aten = torch.ops.aten
-# Operators whose result may share memory with their first argument.
-VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,  # noqa: SLF001
-        aten.alias.default,
-        aten.detach.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.t.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.expand.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.unsqueeze.default,
-        aten.as_strided.default,
-    }
-)
+# They return a view where they can, but their schema does not say so.
+_SILENT_VIEWS = frozenset({aten.reshape.default, aten._unsafe_view.default})  # noqa: SLF001
 
 
 @dataclass(frozen=True)
@@ -168,6 +151,16 @@ def collective(node: Node) -> Collective | None:
     return found
 
 
+def may_view(node: Node) -> bool:
+    """Whether the result of `node` may share memory with an argument."""
+    if node.op != "call_function":
+        return False
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return (
+        node.target in _SILENT_VIEWS or node.target is operator.getitem or any(result.alias_info for result in returns)
+    )
+
+
 def spec_of(marker: Node) -> ShardSpec:
     """The spec of a marker."""
     text = marker.args[-1]
@@ -178,7 +171,7 @@ def spec_of(marker: Node) -> ShardSpec:
 def shard_placeholder(marker: Node) -> Node:
     """The placeholder of the shard that a marker reads: its first argument (unshard) or second (reduce_grad)."""
     node = marker.args[0] if is_call(marker, UNSHARD) else marker.args[1]
-    while isinstance(node, Node) and node.op != "placeholder" and node.target in VIEWS:
+    while isinstance(node, Node) and may_view(node):
         node = node.args[0]
     if not isinstance(node, Node) or node.op != "placeholder":
         raise AssertionError(f"{marker}: its shard comes from {node}, want a placeholder of the graph")
@@ -271,15 +264,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def ancestors(node: Node) -> set[Node]:
-    """Every node that `node` depends on, itself included."""
-    seen = {node}
-    stack = [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return seen

@@ -26,13 +26,13 @@ from torch.fx import Graph, Node
 from graphshard.compat import is_torch_operator
 from graphshard.errors import VerifyError
 from graphshard.ir import (
-    VIEWS,
     WAIT,
     PassContext,
     collective,
     fake,
     is_call,
     launches,
+    may_view,
     output_args,
     reductions,
     shard_placeholder,
@@ -136,11 +136,11 @@ def check_hazards(graph: Graph) -> None:
 def _aliases(node: Node) -> list[Node]:
     """`node`, what it is a view of, and every view of these."""
     base = node
-    while base.op == "call_function" and base.target in VIEWS:
+    while may_view(base):
         base = base.all_input_nodes[0]
     found, i = [base], 0
     while i < len(found):
-        found += [user for user in found[i].users if user.target in VIEWS and user.args[0] is found[i]]
+        found += [user for user in found[i].users if may_view(user) and user.args[0] is found[i]]
         i += 1
     return found
 
@@ -228,7 +228,7 @@ def check_reshard(forward: Graph, num_results: int) -> None:
     """
     for saved in output_args(forward)[num_results:]:
         base = saved
-        while isinstance(base, Node) and base.op == "call_function" and base.target in VIEWS:
+        while isinstance(base, Node) and may_view(base):
             base = base.all_input_nodes[0]
         if is_call(base, UNSHARD) and spec_of(base).reshard and spec_of(base).world_size > 1:
             _fail("L1", forward, base, "is kept for backward although its unit reshards after forward")

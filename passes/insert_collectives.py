@@ -27,7 +27,6 @@ from torch.fx import Graph, Node
 from graphshard.ir import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    VIEWS,
     WAIT,
     Builder,
     Collective,
@@ -35,6 +34,7 @@ from graphshard.ir import (
     PassContext,
     aten,
     is_call,
+    may_view,
     replace,
     shard_placeholder,
     spec_of,
@@ -142,13 +142,7 @@ def _unshard_alone(build: Builder, marker: Node, shard: Node, size: tuple[int, .
 
 
 def _escapes(node: Node) -> bool:
-    return any(user.op == "output" or (_may_view(user) and _escapes(user)) for user in node.users)
-
-
-def _may_view(node: Node) -> bool:
-    """Whether the result of `node` may share memory with an argument: `VIEWS`, and whatever else its schema says."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return node.target in VIEWS or node.target is operator.getitem or any(out.alias_info for out in returns)
+    return any(user.op == "output" or (may_view(user) and _escapes(user)) for user in node.users)
 
 
 def _insert_reduction(build: Builder, markers: list[Node], insertion: Insertion) -> list[Node]:

@@ -94,6 +94,8 @@ def test_markers_of_one_rank_return_fresh_tensors(param_dtype: torch.dtype) -> N
     assert len({value.untyped_storage().data_ptr() for value in (shard, grad, *results)}) == 4
 
 
+# torch 2.15's own opcheck reads .grad of tensors that are not leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_markers_pass_opcheck() -> None:
     weight = Weight("w", (4, 3), world_size=1)
     shard = torch.randn(12, requires_grad=True)
