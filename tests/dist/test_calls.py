@@ -350,3 +350,31 @@ def test_inference_mode_between_steps(run: TrainingRun) -> None:
         if run.is_reference:
             model.reshard()  # the root stays gathered after a forward without a backward
         run.observe(loss, model, outputs=logits.clone())
+
+
+class Ladder(nn.Module):
+    """Twelve layers of twelve sizes, called one by one from a frame that cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(4 + i, 5 + i) for i in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.steps:
+            x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+@training_test(allow_eager=("steps.",))
+def test_recompile_limit_leaves_the_result_right_and_is_reported(run: TrainingRun) -> None:
+    model = run.shard(Ladder())
+    for index in range(2):
+        loss = model(models.features(index, run.rank)[0][:, :4]).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+    if not run.is_reference:
+        report = graphshard.report(model)
+        assert report.regions == 8  # Dynamo's limit
+        assert report.eager_unshards == {f"steps.{i}.{name}": 2 for i in range(8, 12) for name in ("weight", "bias")}
+        assert len(report.fallbacks) == 4
