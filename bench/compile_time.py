@@ -6,6 +6,7 @@ ranks compile at the same time.
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -16,7 +17,7 @@ import graphshard
 from bench.models import decoder
 from bench.processes import Ranks
 from bench.samples import CompileTime
-from bench.variants import COMPILED_WHOLE, Variant, check_compiled, prepare
+from bench.variants import Variant, check_compiled, prepare
 
 TIMEOUT_S = 1800.0
 
@@ -36,17 +37,17 @@ class CompileTimer:
         Raises:
             RuntimeError: if the second step compiled something.
         """
-        first_s = self._step()
+        first_s, cpu_s = self._step()
         programs = self._programs()
-        second_s = self._step()
+        second_s, _ = self._step()
         check_compiled(self._variant, self._model)
         if self._programs() != programs:
             raise RuntimeError(f"bench: want {programs} programs after two steps, got {self._programs()}")
         if not self._is_graphshard:
-            return CompileTime(first_s, second_s)
+            return CompileTime(first_s, cpu_s, second_s)
         report = graphshard.report(self._model)
         passes_s = report.joint_passes_s + sum(program.passes_s for program in report.programs)
-        return CompileTime(first_s, second_s, passes_s, report.regions, programs)
+        return CompileTime(first_s, cpu_s, second_s, passes_s, report.regions, programs)
 
     @property
     def _is_graphshard(self) -> bool:
@@ -55,11 +56,17 @@ class CompileTimer:
     def _programs(self) -> int:
         return len(graphshard.report(self._model).programs) if self._is_graphshard else 0
 
-    def _step(self) -> float:
+    def _step(self) -> tuple[float, float]:
+        """Seconds, and processor seconds."""
         dist.barrier()
-        start = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), _cpu_s()
         self._forward(*self._inputs).backward()  # type: ignore[no-untyped-call]
-        return time.perf_counter() - start
+        return time.perf_counter() - start_s, _cpu_s() - start_cpu_s
+
+
+def _cpu_s() -> float:
+    """Processor seconds of this process and of those that it ran to the end."""
+    return sum(os.times()[:4])
 
 
 def _start_compiler(backend: str) -> None:
@@ -75,11 +82,8 @@ def _start_compiler(backend: str) -> None:
     torch.compiler.reset()
 
 
-def measure_compile(backend: str, num_layers: int, num_ranks: int) -> dict[Variant, list[CompileTime]]:
-    """Every case of one depth, one after the other; by rank."""
-    measured: dict[Variant, list[CompileTime]] = {}
-    for variant in COMPILED_WHOLE:
-        title = f"{variant}, {backend}, {num_layers} layers"
-        with Ranks(title, num_ranks, CompileTimer, variant, backend, num_layers, timeout_s=TIMEOUT_S) as ranks:
-            measured[variant] = ranks.call("measure")
-    return measured
+def measure_compile(variant: Variant, backend: str, num_layers: int, num_ranks: int) -> list[CompileTime]:
+    """One case, by rank."""
+    title = f"{variant}, {backend}, {num_layers} layers"
+    with Ranks(title, num_ranks, CompileTimer, variant, backend, num_layers, timeout_s=TIMEOUT_S) as ranks:
+        return ranks.call("measure")

@@ -31,10 +31,6 @@ class ManyParameters(nn.Module):
 
     def __init__(self, num_params: int, dim: int = 16) -> None:
         super().__init__()
-        if num_params < 2 * PARAMS_PER_BLOCK or num_params % PARAMS_PER_BLOCK:
-            raise ValueError(
-                f"num_params: got {num_params}, want a multiple of {PARAMS_PER_BLOCK}, {2 * PARAMS_PER_BLOCK} or more"
-            )
         self.blocks = nn.ModuleList(Block(dim) for _ in range(num_params // PARAMS_PER_BLOCK))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,15 +10,16 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from bench.compile_time import measure_compile
 from bench.machine import Machine
 from bench.models import PARAMS_PER_BLOCK
-from bench.rows import Claim, CompileRow, StepRow, compile_claims, compile_row, step_rows
+from bench.rows import CompileRow, StepRow, claims, compile_row, growth_rows, step_rows
 from bench.step_time import STEPS_PER_TURN, measure_steps
-from bench.tables import claim_table, compile_table, machine_lines, step_table
-from bench.variants import REFERENCE
+from bench.tables import claim_table, compile_table, growth_table, machine_lines, step_table
+from bench.variants import COMPILED_WHOLE, REFERENCE, VARIANTS
 from graphshard.env import verify_level
 
 BACKENDS = ("inductor", "aot_eager")
@@ -28,44 +29,46 @@ def say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
+def say_progress(case: str) -> None:
+    """On stderr: a full run takes minutes."""
+    print(f"... {case}", file=sys.stderr, flush=True)
+
+
 def measure_step_rows(backends: list[str], num_params: int, turns: int) -> list[StepRow]:
     """Measures and prints host time."""
-    say(
-        "",
-        f"Host time of a training step (forward, backward; no optimizer): {num_params} small parameters, "
-        f"{num_params // PARAMS_PER_BLOCK} units",
-        "world size 1 (gloo, HashStore): programs hold no collective. One process a variant, 1 thread, in turns;",
-        f"medians of {turns * STEPS_PER_TURN} steps; ratio: of total to {REFERENCE}",
-        "",
-    )
     rows = []
     for backend in backends:
+        say_progress(f"steps of {len(VARIANTS)} variants, {backend}")
         rows += step_rows(backend, measure_steps(backend, num_params, turns), REFERENCE)
-    say(*step_table(rows))
+    units = num_params // PARAMS_PER_BLOCK
+    say(
+        "",
+        f"Host time of a training step (forward, backward; no optimizer): {num_params} small parameters, {units} units",
+        "world size 1 (gloo, HashStore): programs hold no collective. A process for each variant, 1 thread, garbage",
+        f"collector off, in turns; medians of {turns * STEPS_PER_TURN} steps; ratio: total to that of {REFERENCE}",
+        "",
+        *step_table(rows),
+    )
     return rows
 
 
-def measure_compile_rows(
-    backends: list[str], depths: list[int], num_ranks: int
-) -> tuple[list[CompileRow], list[Claim]]:
+def measure_compile_rows(backends: list[str], depths: list[int], num_ranks: int) -> list[CompileRow]:
     """Measures and prints compile time."""
+    rows = []
+    for backend, variant, num_layers in product(backends, COMPILED_WHOLE, depths):
+        say_progress(f"compile time of {num_layers} layers: {variant}, {backend}")
+        rows.append(compile_row(backend, variant, num_layers, measure_compile(variant, backend, num_layers, num_ranks)))
     say(
         "",
         f"Compile time of a decoder (dim 64) on {num_ranks} gloo ranks that compile at the same time",
-        "a fresh process and Inductor cache for each case, 1 compile thread, an unrelated function compiled before.",
-        "first step: forward and backward, compilation included. passes: all of graphshard's, on joint graphs and",
-        f"programs, with their checks (GRAPHSHARD_VERIFY={verify_level()}); the rank with the largest share",
+        "A fresh process and Inductor cache for each case, 1 compile thread, an unrelated function compiled before.",
+        "first step: forward and backward, compilation included; cpu: its processor seconds, which other programs",
+        "disturb less; passes: all of graphshard's, on joint graphs and programs, and their checks",
+        f"(GRAPHSHARD_VERIFY={verify_level()}), on the rank with the largest share",
         "",
+        *compile_table(rows),
     )
-    rows = []
-    for backend in backends:
-        for num_layers in depths:
-            measured = measure_compile(backend, num_layers, num_ranks)
-            rows += [compile_row(backend, variant, num_layers, by_rank) for variant, by_rank in measured.items()]
-    rows.sort(key=lambda row: (backends.index(row.backend), row.variant, row.num_layers))
-    claims = compile_claims(rows, "graphshard", "graphshard, regions=unit") if len(depths) > 1 else []
-    say(*compile_table(rows), "", *claim_table(claims))
-    return rows, claims
+    return rows
 
 
 def main() -> int:
@@ -82,15 +85,22 @@ def main() -> int:
     if args.quick:
         args.params, args.turns, args.layers = 60, 4, [2, 4]
         args.backend = "aot_eager" if args.backend == "both" else args.backend
+    if args.turns < 1 or args.ranks < 1 or min(args.layers) < 2:
+        parser.error("--turns and --ranks: want at least 1; --layers: at least 2, for repeated blocks")
+    if args.params < 2 * PARAMS_PER_BLOCK or args.params % PARAMS_PER_BLOCK:
+        parser.error(f"--params: got {args.params}, want a multiple of {PARAMS_PER_BLOCK}, at least two")
+    depths = sorted(set(args.layers))
     backends = list(BACKENDS) if args.backend == "both" else [args.backend]
     machine = Machine.this()
     say(*machine_lines(machine))
     if args.quick:
         say("NOTE: --quick measures too little for results")
     steps = measure_step_rows(backends, args.params, args.turns) if args.only != "compile" else []
-    compiles, claims = (
-        measure_compile_rows(backends, sorted(set(args.layers)), args.ranks) if args.only != "step" else ([], [])
-    )
+    compiles = measure_compile_rows(backends, depths, args.ranks) if args.only != "step" else []
+    growth = growth_rows(compiles)
+    checked = claims(compiles, "graphshard", "graphshard, regions=unit") if growth else []
+    if growth:
+        say("", *growth_table(growth), "", *claim_table(checked))
     if args.json is not None:
         written = {
             "machine": asdict(machine),
@@ -98,7 +108,8 @@ def main() -> int:
             "verify_level": verify_level(),
             "step": [asdict(row) for row in steps],
             "compile": [asdict(row) for row in compiles],
-            "claims": [asdict(claim) for claim in claims],
+            "growth": [asdict(row) for row in growth],
+            "claims": [asdict(claim) for claim in checked],
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     return 0

@@ -17,6 +17,7 @@ class CompileTime(NamedTuple):
 
     Attributes:
         first_step_s: forward and backward, compilation included.
+        first_step_cpu_s: processor seconds of that, the C++ compiler's too: other programs disturb them less.
         second_step_s: the same again, with nothing left to compile.
         passes_s: seconds in graphshard's passes and their checks, joint and program.
         regions: graphs that graphshard captured.
@@ -24,6 +25,7 @@ class CompileTime(NamedTuple):
     """
 
     first_step_s: float
+    first_step_cpu_s: float
     second_step_s: float
     passes_s: float = 0.0
     regions: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.machine import Machine
-from bench.rows import Claim, CompileRow, StepRow
+from bench.rows import Claim, CompileRow, GrowthRow, StepRow
 
 
 def align(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -53,7 +53,20 @@ def step_table(rows: Sequence[StepRow]) -> list[str]:
 
 def compile_table(rows: Sequence[CompileRow]) -> list[str]:
     """Compile time by backend, variant and depth."""
-    header = ("backend", "variant", "layers", "first step s", "passes s", "share", "ms/layer", "regions", "programs")
+    header = (
+        *[
+            "backend",
+            "variant",
+            "layers",
+            "first step s",
+            "cpu s",
+            "passes s",
+            "share",
+            "ms/layer",
+            "regions",
+            "programs",
+        ],
+    )
     return align(
         header,
         [
@@ -62,6 +75,7 @@ def compile_table(rows: Sequence[CompileRow]) -> list[str]:
                 row.variant,
                 str(row.num_layers),
                 f"{row.first_step_s:.2f}",
+                f"{row.first_step_cpu_s:.2f}",
                 *(
                     ("-", "-", "-", "-", "-")
                     if row.passes_s is None or row.share is None or row.passes_per_layer_s is None
@@ -73,6 +87,24 @@ def compile_table(rows: Sequence[CompileRow]) -> list[str]:
                         str(row.programs),
                     )
                 ),
+            )
+            for row in rows
+        ],
+    )
+
+
+def growth_table(rows: Sequence[GrowthRow]) -> list[str]:
+    """How compile time grows with depth."""
+    return align(
+        ("backend", "variant", "layers", "first step", "s/added layer", "passes ~ layers **"),
+        [
+            (
+                row.backend,
+                row.variant,
+                f"{row.from_layers} -> {row.to_layers}",
+                f"{row.first_step:.2f} x",
+                f"{row.added_layer_s:.3f}",
+                "-" if row.passes_exponent is None else f"{row.passes_exponent:.2f}",
             )
             for row in rows
         ],

@@ -218,15 +218,13 @@ class CompileState:
             yield
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy with a graph of its own that shares the attributes: a deepcopy fails while a fake mode is on."""
-    graph = Graph()
-    result = graph.graph_copy(gm.graph, {})
-    graph.output(result)
-    old_output = next(iter(gm.graph.find_nodes(op="output")))
-    new_output = next(iter(graph.find_nodes(op="output")))
+def copy_graph(gm: GraphModule) -> Graph:
+    """A graph of its own that reads the attributes of `gm`: a deepcopy of the module fails while a fake mode is on."""
+    graph = Graph(owning_module=gm)
+    graph.output(graph.graph_copy(gm.graph, {}))
+    old_output, new_output = (next(iter(g.find_nodes(op="output"))) for g in (gm.graph, graph))
     new_output.meta = dict(old_output.meta)
-    return GraphModule(gm, graph)
+    return graph
 
 
 def log_artifact(name: str, text: str) -> None:

@@ -74,15 +74,15 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     """
     start = time.perf_counter()
     level = env.verify_level()
-    lowered = copy_graph(gm)
-    graph = lowered.graph
+    graph = copy_graph(gm)
     edits = _run(graph, PROGRAM, ctx, title)
     if level:
         verify.check_lowered(graph)
         verify.check_reductions(graph, ctx, _synchronized(gm.graph, graph, ctx))
+    lowered = GraphModule(gm, graph)
     for observer in _after_lowering.get():
         observer(lowered, ctx.direction)
-    lowered.recompile()
+        lowered.recompile()
     return Lowered(lowered, time.perf_counter() - start, tuple(edits))
 
 

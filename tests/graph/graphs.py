@@ -23,6 +23,11 @@ from graphshard.passes import PROGRAM
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
+def copied(gm: GraphModule) -> GraphModule:
+    """`gm` with a graph of its own."""
+    return GraphModule(gm, copy_graph(gm))
+
+
 @dataclass(frozen=True)
 class Weight:
     """A sharded parameter of a test graph; its unit is what stands before the last dot of its FQN.
@@ -80,7 +85,7 @@ class Marked:
 
     def flagged(self, **flags: Any) -> Marked:
         """A copy with run-time flags."""
-        return Marked(copy_graph(self.gm), replace(self.ctx, flags=Flags(**flags)))
+        return Marked(copied(self.gm), replace(self.ctx, flags=Flags(**flags)))
 
     def node(self, name: str) -> Node:
         return next(node for node in self.graph.nodes if node.name == name)
@@ -217,7 +222,7 @@ def two_reductions(*weights: Weight, grad_dtype: torch.dtype | None = None) -> M
 
 def lowered_until(marked: Marked, last: str | None = None) -> Marked:
     """Runs the passes of `PROGRAM` on a copy, without the driver, until after the pass `last` (None: all)."""
-    lowered = Marked(copy_graph(marked.gm), marked.ctx)
+    lowered = Marked(copied(marked.gm), marked.ctx)
     for step in PROGRAM:
         if edit := step.decide(lowered.graph, lowered.ctx):
             step.apply(lowered.graph, edit)
@@ -268,11 +273,11 @@ def trace(
     params = {f"primals_{i}": weight.ref for i, weight in enumerate(weights, start=1)}
 
     def partitioner(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        graphs["joint"] = copy_graph(joint)
+        graphs["joint"] = copied(joint)
         num_results.append(kwargs["num_fwd_outputs"])
         joint_passes(joint)
         graphs["forward"], graphs["backward"] = partition(joint, joint_inputs, **kwargs)
-        return copy_graph(graphs["forward"]), copy_graph(graphs["backward"])
+        return copied(graphs["forward"]), copied(graphs["backward"])
 
     def compiler(gm: GraphModule, _: Any, *, direction: str) -> Callable[..., Any]:
         return gm.forward

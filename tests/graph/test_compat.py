@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.fx import symbolic_trace
+from torch.fx import GraphModule, symbolic_trace
 
 from graphshard import compat
 from graphshard.backend import Partitioner
@@ -79,14 +79,14 @@ class Weighted(nn.Module):
         return x * self.weight
 
 
-def test_copied_graph_is_its_own_and_shares_attributes() -> None:
+def test_copied_graph_is_its_own_and_reads_the_same_attributes() -> None:
     gm = symbolic_trace(Weighted())
     for node in gm.graph.nodes:
         node.meta["val"] = node.name
-    copy = compat.copy_graph(gm)
-    assert [n.meta for n in copy.graph.nodes] == [n.meta for n in gm.graph.nodes]
-    assert copy.weight is gm.weight
-    next(iter(copy.graph.nodes)).meta["val"] = "changed"
+    graph = compat.copy_graph(gm)
+    assert [n.meta for n in graph.nodes] == [n.meta for n in gm.graph.nodes]
+    assert GraphModule(gm, graph).weight is gm.weight
+    next(iter(graph.nodes)).meta["val"] = "changed"
     assert next(iter(gm.graph.nodes)).meta["val"] == "x"
 
 
