@@ -13,13 +13,14 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
+from bench.claims import check_claims
 from bench.compile_time import measure_compile
 from bench.machine import Machine
 from bench.models import PARAMS_PER_BLOCK
-from bench.rows import CompileRow, StepRow, claims, compile_row, growth_rows, step_rows
+from bench.rows import CompileRow, StepRow, compile_row, growth_rows, step_rows
 from bench.step_time import STEPS_PER_TURN, measure_steps
 from bench.tables import claim_table, compile_table, growth_table, machine_lines, step_table
-from bench.variants import COMPILED_WHOLE, REFERENCE, VARIANTS
+from bench.variants import COMPILE_VARIANTS, REFERENCE, VARIANTS
 from graphshard.env import verify_level
 
 BACKENDS = ("inductor", "aot_eager")
@@ -55,7 +56,7 @@ def measure_step_rows(backends: list[str], num_params: int, turns: int) -> list[
 def measure_compile_rows(backends: list[str], depths: list[int], num_ranks: int) -> list[CompileRow]:
     """Measures and prints compile time."""
     rows = []
-    for backend, variant, num_layers in product(backends, COMPILED_WHOLE, depths):
+    for backend, variant, num_layers in product(backends, COMPILE_VARIANTS, depths):
         say_progress(f"compile time of {num_layers} layers: {variant}, {backend}")
         rows.append(compile_row(backend, variant, num_layers, measure_compile(variant, backend, num_layers, num_ranks)))
     say(
@@ -98,7 +99,7 @@ def main() -> int:
     steps = measure_step_rows(backends, args.params, args.turns) if args.only != "compile" else []
     compiles = measure_compile_rows(backends, depths, args.ranks) if args.only != "step" else []
     growth = growth_rows(compiles)
-    checked = claims(compiles, "graphshard", "graphshard, regions=unit") if growth else []
+    checked = check_claims(compiles, "graphshard", "graphshard, regions=unit") if growth else []
     if growth:
         say("", *growth_table(growth), "", *claim_table(checked))
     if args.json is not None:

@@ -13,12 +13,6 @@ from bench.samples import CompileTime, StepTime
 
 V = TypeVar("V", bound=str)
 
-MAX_SHARE = 0.05
-# Seconds that grow as layers ** exponent: 1 is linear, 2 quadratic; the rest is room for noise.
-MAX_EXPONENT = 1.2
-# From the fewest to the most layers.
-MAX_UNIT_GROWTH = 1.5
-
 
 @dataclass(frozen=True)
 class StepRow:
@@ -152,52 +146,3 @@ def _exponent(few: CompileRow, many: CompileRow) -> float | None:
     if few.passes_s is None or many.passes_s is None:
         return None
     return math.log(many.passes_s / few.passes_s) / math.log(many.num_layers / few.num_layers)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Something that is said of graphshard, and the number that was found.
-
-    Attributes:
-        says: the claim, with its bound.
-        got: the number, as printed.
-        holds: whether it does.
-    """
-
-    backend: str
-    says: str
-    got: str
-    holds: bool
-
-
-def claims(rows: Sequence[CompileRow], whole: str, by_unit: str) -> list[Claim]:
-    """Checks the claims on compile time, by backend.
-
-    Args:
-        rows: all cases; at least two depths of each variant.
-        whole: variant that compiles the model as one region.
-        by_unit: variant with a region per unit.
-    """
-    checked = []
-    for backend in dict.fromkeys(row.backend for row in rows):
-        cases = sorted((row for row in rows if row.backend == backend), key=lambda row: row.num_layers)
-        checked += [_share_claim([row for row in cases if row.variant == variant]) for variant in (whole, by_unit)]
-        exponents = [
-            row.passes_exponent
-            for row in growth_rows([row for row in cases if row.variant == whole])
-            if row.passes_exponent is not None
-        ]
-        linear = f"{whole}: passes' seconds growing linearly, as layers ** n with n <= {MAX_EXPONENT}"
-        checked.append(Claim(backend, linear, f"n = {max(exponents):.2f}", max(exponents) <= MAX_EXPONENT))
-        units = [row for row in cases if row.variant == by_unit]
-        growth = units[-1].first_step_s / units[0].first_step_s
-        depths = f"{units[0].num_layers} to {units[-1].num_layers} layers"
-        constant = f"{by_unit}: first step nearly constant in depth, {depths} <= {MAX_UNIT_GROWTH} x"
-        checked.append(Claim(backend, constant, f"{growth:.2f} x", growth <= MAX_UNIT_GROWTH))
-    return checked
-
-
-def _share_claim(cases: Sequence[CompileRow]) -> Claim:
-    share, row = max(((row.share or 0.0, row) for row in cases), key=lambda pair: pair[0])
-    says = f"{row.variant}: passes' share of the first step <= {MAX_SHARE:.0%}"
-    return Claim(row.backend, says, f"{share:.1%} ({row.num_layers} layers)", share <= MAX_SHARE)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.claims import Claim
 from bench.machine import Machine
-from bench.rows import Claim, CompileRow, GrowthRow, StepRow
+from bench.rows import CompileRow, GrowthRow, StepRow
 
 
 def align(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -53,20 +54,8 @@ def step_table(rows: Sequence[StepRow]) -> list[str]:
 
 def compile_table(rows: Sequence[CompileRow]) -> list[str]:
     """Compile time by backend, variant and depth."""
-    header = (
-        *[
-            "backend",
-            "variant",
-            "layers",
-            "first step s",
-            "cpu s",
-            "passes s",
-            "share",
-            "ms/layer",
-            "regions",
-            "programs",
-        ],
-    )
+    passes = ("passes s", "share", "ms/layer", "regions", "programs")
+    header = ("backend", "variant", "layers", "first step s", "cpu s", *passes)
     return align(
         header,
         [

@@ -23,7 +23,7 @@ Variant = Literal[
 ]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 REFERENCE: Variant = "torch.compile, unsharded"
-COMPILED_WHOLE: tuple[Variant, ...] = (REFERENCE, "graphshard", "graphshard, regions=unit")
+COMPILE_VARIANTS: tuple[Variant, ...] = (REFERENCE, "graphshard", "graphshard, regions=unit")
 
 Forward = Callable[..., Tensor]
 

@@ -7,6 +7,7 @@ eager       the captured graph runs as it is; its markers gather and reduce one 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from graphshard.compat import (
     source_digest,
 )
 from graphshard.ir import unshards
-from graphshard.region import Region
+from graphshard.region import Binding, Region
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
 
@@ -38,7 +39,7 @@ class Engine(Protocol):
     name: str
     report: Report
     shard_at: dict[int, Shard]
-    regions: list[Region]
+    bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
 
     def backward_runs(self) -> None:
         """Is told that a backward program runs."""
@@ -53,15 +54,15 @@ class Partitioner(CustomPartitionerFn):
     Module-level, and pickled without its engine: Inductor puts it into its cache keys.
     """
 
-    def __init__(self, engine: Engine | None = None) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Callable[[], Engine | None] = weakref.ref(engine)
         self.key = f"graphshard-{source_digest()}"
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        engine = self._engine
-        title = "joint" if engine is None else f"{engine.name}.region{len(engine.regions) - 1}.joint"
+        engine = self._engine()
+        title = "joint" if engine is None else f"{engine.name}.region{engine.report.regions - 1}.joint"
         seconds = driver.run_joint_passes(gm, title)
         if engine is not None:
             engine.report.joint_passes_s += seconds
@@ -70,32 +71,43 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"key": self.key, "_engine": None}
+        return {"key": self.key}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.key = state["key"]
+        self._engine = _no_engine
 
     def uuid(self) -> str:
         """Covers everything that shapes a graph and is not in it."""
         return self.key
 
 
+def _no_engine() -> None:
+    """The engine of a partitioner that was pickled."""
+
+
 def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """The Dynamo backend of one compiled model."""
-    if name == "eager":
-        return lambda gm, inputs: _uncompiled(engine, gm)
+    """The Dynamo backend of one compiled model. Dynamo keeps it for good, so it must not keep the engine alive."""
+    engine_of = weakref.ref(engine)
     partitioner = Partitioner(engine)
     inductor = name == "inductor"
 
     def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        positions = _shard_positions(engine, inputs)
+        engine = engine_of()
+        if engine is None:
+            raise AssertionError("a graph was captured for a model that was deleted")
+        number = engine.report.regions
+        engine.report.regions += 1
+        if name == "eager":
+            return _uncompiled(engine, number, gm)
         region = Region(
             engine,
-            len(engine.regions),
-            positions,
+            number,
+            _shard_positions(engine, inputs),
             len(inputs),
             compile_graph_inductor if inductor else _run_as_is,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
-        engine.regions.append(region)
-        engine.report.regions += 1
         compile_region = compile_region_inductor if inductor else compile_region_aot
         compiled = compile_region(gm, inputs, region.compile, partitioner)
 
@@ -124,17 +136,19 @@ def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -
     return run
 
 
-def _uncompiled(engine: Engine, gm: GraphModule) -> Callable[..., Any]:
+def _uncompiled(engine: Engine, number: int, gm: GraphModule) -> Callable[..., Any]:
     """Lets a captured graph run as it is; its markers, those of checkpoint regions too, become calls of the engine.
 
     They are counted in two records, one run for each gather and each reduction.
     """
-    number = engine.report.regions
-    engine.report.regions += 1
+    engine_of = weakref.ref(engine)
     forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
     backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
 
     def gather(leaf: Tensor, spec: str) -> Tensor:
+        engine = engine_of()
+        if engine is None:
+            raise RuntimeError("the compiled model was deleted; keep it until its last backward has run")
         return engine.gather_in_graph(leaf, forward, backward)
 
     for graph_module in gm.modules():

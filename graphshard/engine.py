@@ -16,7 +16,7 @@ from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import backward_id, call_at_end_of_backward, dispatch_mode_active, module_call, uncaptured
 from graphshard.errors import UnsupportedModel
-from graphshard.region import Region
+from graphshard.region import Binding
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard, gather_eagerly
 
@@ -49,7 +49,7 @@ class Engine:
         self.options = options
         self.report = Report()
         self.running = False
-        self.regions: list[Region] = []
+        self.bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
         self.shard_at: dict[int, Shard] = {}
         self._compiled = True  # False: FSDP2's hooks run the model
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
@@ -125,8 +125,7 @@ class Engine:
         self._reshard = self._reshard_settings()
         self._watch = fsdp2.ParameterWatch([shard.param for shard in self._shards])
         self.shard_at = {shard.leaf.data_ptr(): shard for shard in self._shards}
-        for region in self.regions:
-            region.forget_bindings()
+        self.bindings.clear()  # addresses mean nothing any more
         for shard in self._shards:
             for module, name in shard.param.owners:
                 module.__dict__[capture.SHARDS][name] = shard.marker_args()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Engine(Protocol):
     name: str
     report: Report
     shard_at: dict[int, Shard]
+    bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
 
     def backward_runs(self) -> None:
         """Is told that a backward program runs."""
@@ -97,6 +99,9 @@ class Program:
 class Region:
     """Everything that comes from one graph of Dynamo's.
 
+    Dynamo keeps what it compiled as long as the code it compiled it for. That code belongs to the engine, so a region
+    must not keep the engine, or a shard, alive: a deleted model could never be freed.
+
     Args:
         engine: of the model.
         number: of this region, for dumps and reports.
@@ -115,21 +120,27 @@ class Region:
         compile_graph: CompileGraph,
         patches: dict[str, Any],
     ) -> None:
-        self.engine = engine
+        self._engine = weakref.ref(engine)
         self.number = number
-        self._positions = positions
+        self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._num_inputs = num_inputs
         self._compile_graph = compile_graph
         self._patches = patches
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
-        self._bindings: dict[tuple[str, tuple[int, ...]], Binding] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[frozenset[str], tuple[int, ...]] = {}
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def forget_bindings(self) -> None:
-        """Is told that leaves were made anew: addresses mean nothing any more."""
-        self._bindings.clear()
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model.
+
+        Raises:
+            RuntimeError: if the model was deleted while a backward was still to come.
+        """
+        if (engine := self._engine()) is None:
+            raise RuntimeError("backward: the compiled model was deleted; keep it until its last backward has run")
+        return engine
 
     # -- compilation
 
@@ -152,8 +163,8 @@ class Region:
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
-        shards = tuple(self._positions[self._names[name]] for name, _ in graph.slots)
-        self._program(graph, Binding(shards), Flags(), late=False)
+        shards = [self._positions[self._names[name]]() for name, _ in graph.slots]
+        self._program(graph, Binding(tuple(shard for shard in shards if shard is not None)), Flags(), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
     def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
@@ -228,10 +239,11 @@ class Region:
         self._local.undefined = [grads[i] is None for i in numbers]
 
     def _bind(self, graph: MarkedGraph, args: list[Any]) -> Binding:
+        engine = self.engine
         addresses = tuple(args[position].data_ptr() for _, position in graph.slots)
-        key = (graph.direction, addresses)
-        if (binding := self._bindings.get(key)) is None:
-            binding = self._bindings[key] = Binding(tuple(self.engine.shard_at[address] for address in addresses))
+        key = (self.number, graph.direction, addresses)
+        if (binding := engine.bindings.get(key)) is None:
+            binding = engine.bindings[key] = Binding(tuple(engine.shard_at[address] for address in addresses))
         return binding
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:

@@ -7,6 +7,7 @@ gradient accumulation has not reduced yet.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,13 +45,8 @@ class Shard:
         leaf = self._source.detach().requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
-            leaf.register_post_accumulate_grad_hook(self._take_grad)  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
         return leaf
-
-    def _take_grad(self, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        if grad is not None:  # None: the program left this gradient unreduced, or none flowed
-            self.param.deliver_grad(grad)
 
     def renew(self) -> None:
         """Makes a new leaf if the parameter's storage or `requires_grad` changed: `to(dtype)`,
@@ -120,6 +116,21 @@ class Shard:
             held, self.held = self.held, None
             self.report.eager_reductions[self.fqn] += 1
             self.param.deliver_grad(self.reduce(held))
+
+
+def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
+    """The gradient hook of a leaf. It does not keep the shard alive: Python cannot see a cycle through a tensor's
+    hooks.
+    """
+    shard_of = weakref.ref(shard)
+
+    def hand_over(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        shard = shard_of()
+        if grad is not None and shard is not None:  # None: the program left it unreduced, or none flowed
+            shard.param.deliver_grad(grad)
+
+    return hand_over
 
 
 def gather_eagerly(shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bench.claims import check_claims
 from bench.machine import Machine
-from bench.rows import CompileRow, claims, compile_row, growth_rows, step_rows
+from bench.rows import CompileRow, compile_row, growth_rows, step_rows
 from bench.samples import CompileTime, StepTime
 from bench.tables import claim_table, compile_table, growth_table, machine_lines, step_table
 
@@ -64,7 +65,7 @@ def test_growth_rows_compare_neighbouring_depths() -> None:
     ],
 )
 def test_claims_hold_or_not(whole_passes_s: float, unit_first_step_s: float, holds: list[bool]) -> None:
-    checked = claims(cases(whole_passes_s, unit_first_step_s), "whole", "unit")
+    checked = check_claims(cases(whole_passes_s, unit_first_step_s), "whole", "unit")
     assert [claim.holds for claim in checked] == holds
     assert [line.split()[-1] for line in claim_table(checked)[1:]] == ["yes" if yes else "NO" for yes in holds]
 

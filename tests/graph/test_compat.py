@@ -34,10 +34,11 @@ def test_inductor_patches_name_settings_that_exist() -> None:
 
 
 def test_partitioner_is_pickled_without_its_engine() -> None:
-    partitioner = Partitioner(mock.Mock())
+    engine = mock.Mock()
+    partitioner = Partitioner(engine)
     copy = pickle.loads(pickle.dumps(partitioner))
     assert copy.uuid() == partitioner.uuid() and copy.uuid() is not None
-    assert vars(copy)["_engine"] is None
+    assert partitioner._engine() is engine and copy._engine() is None
 
 
 def test_source_digest_follows_torch_version() -> None:
