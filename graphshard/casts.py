@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 Hook = Callable[..., Any]
 
 
+@cache  # equal policies share their hooks, so that equal blocks share compiled code
 def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook | None, Hook | None]:
     """The (pre-forward, post-forward) hooks for a unit's policy; None for one that casts nothing."""
     pre: Hook | None = None

@@ -248,6 +248,18 @@ def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(module, *args, **kwargs)
 
 
+def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
+    """(Key, hook) of every forward and backward hook of `module`. Keys are never used twice in a process."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ):
+        if hooks:
+            yield from hooks.items()
+
+
 def compiled_function_node(output: Tensor) -> Any:
     """The autograd node of the compiled region that produced `output`, or None. Views of outputs are looked through."""
     node = output.grad_fn

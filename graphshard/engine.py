@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from graphshard import capture, fsdp2
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
-from graphshard.compat import backward_id, call_at_end_of_backward, dispatch_mode_active, module_call, uncaptured
+from graphshard.compat import (
+    backward_id,
+    call_at_end_of_backward,
+    dispatch_mode_active,
+    hooks_of,
+    module_call,
+    uncaptured,
+)
 from graphshard.errors import UnsupportedModel
 from graphshard.region import Binding
 from graphshard.report import ProgramRecord, Report
@@ -32,6 +39,12 @@ class Options:
     fullgraph: bool = False
     dynamic: bool | None = None
     strict: bool = False
+
+
+def _signature(module: nn.Module) -> object:
+    """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
+    hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
+    return type(module), tuple(hooks)
 
 
 class Engine:
@@ -57,7 +70,10 @@ class Engine:
         self._reshard: list[bool] = []
         self._gathered: dict[tuple[int, bool], Tensor] = {}
         self._backward_id = -1
-        self._entries: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._entries: dict[object, Callable[..., Any]] = {}
+        self._modules = list(model.modules())
+        self._hook_keys: list[int] = []
+        self._signatures: dict[int, object] = {}
         self._backend = make_backend(self, options.backend)
         self._units = fsdp2.find_units(model)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks)
@@ -115,6 +131,9 @@ class Engine:
             for shard in self._shards:
                 shard.renew()
             self._install()
+        if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
+            self._hook_keys = keys
+            self._signatures.clear()
         for unit in self._units:
             if (ignored := unit.ignored()) is not None:
                 self.report.say_once(f"{ignored} is ignored")
@@ -159,10 +178,11 @@ class Engine:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.regions == "unit" and id(module) in self._outer:
             return module_call(module, *args, **kwargs)
-        cls = type(module)
-        if (entry := self._entries.get(cls)) is None:
-            entry = self._entries[cls] = torch.compile(
-                capture.entry_point(cls),
+        if (key := self._signatures.get(id(module))) is None:
+            key = self._signatures[id(module)] = _signature(module)
+        if (entry := self._entries.get(key)) is None:
+            entry = self._entries[key] = torch.compile(
+                capture.entry_point(type(module)),
                 backend=self._backend,
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
