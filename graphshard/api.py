@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from graphshard import capture, fsdp2
 from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
+from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
 from graphshard.report import Report
 from graphshard.units import resolve_units
@@ -78,6 +79,10 @@ def compile(
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions, plan)
+    _check_types(
+        fullgraph=fullgraph, dynamic=dynamic, strict=strict, mp_policy=mp_policy, ignored_params=ignored_params
+    )
+    check_environment()
     if engine_of(model) is not None:
         raise RuntimeError(
             "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
@@ -118,6 +123,22 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
         )
 
 
+def _check_types(fullgraph: object, dynamic: object, strict: object, mp_policy: object, ignored_params: object) -> None:
+    for name, got, wanted in (
+        ("fullgraph", fullgraph, bool),
+        ("strict", strict, bool),
+        ("dynamic", dynamic, bool | None),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+        ("ignored_params", ignored_params, set | None),
+    ):
+        if not isinstance(got, wanted):
+            names = getattr(wanted, "__name__", str(wanted))
+            raise TypeError(f"compile: {name}: got {got!r:.80}, want {names}")
+    for param in ignored_params if isinstance(ignored_params, set) else ():
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"compile: ignored_params: got {param!r:.80} in the set, want parameters themselves")
+
+
 def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, sharding: dict[str, Any]) -> None:
     have = fsdp2.annotation_mesh(model)
     if mesh is not None and have is not None and mesh != have:
@@ -139,6 +160,8 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(
             f"compile: mesh: got {mesh.ndim} axes, want 1 (sharding) or 2 (replicate, shard); pass a sub-mesh"
         )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("compile: mesh: got 2 axes without names; give init_device_mesh mesh_dim_names")
     for name, param in model.named_parameters():
         if param.device.type not in ("meta", mesh.device_type):
             raise ValueError(

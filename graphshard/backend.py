@@ -98,6 +98,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
             raise AssertionError("a graph was captured for a model that was deleted")
         number = engine.report.regions
         engine.report.regions += 1
+        driver.run_captured_passes(gm, f"{engine.name}.region{number}.captured")
         if name == "eager":
             return _uncompiled(engine, number, gm)
         region = Region(

@@ -18,19 +18,18 @@ Hook = Callable[..., Any]
 
 
 @cache  # equal policies share their hooks, so that equal blocks share compiled code
-def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook | None, Hook | None]:
-    """The (pre-forward, post-forward) hooks for a unit's policy; None for one that casts nothing."""
-    pre: Hook | None = None
-    post: Hook | None = None
-    if policy.cast_forward_inputs and (param_dtype := policy.param_dtype) is not None:
+def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook, Hook]:
+    """The (pre-forward, post-forward) hooks for a unit's policy. One that casts nothing changes nothing."""
+    param_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    output_dtype = policy.output_dtype
 
-        def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if param_dtype is not None:
             return cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
+        return None
 
-    if (output_dtype := policy.output_dtype) is not None:
-
-        def post(module: nn.Module, args: Any, output: Any) -> Any:
-            return cast_floating(output, output_dtype)
+    def post(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if output_dtype is None else cast_floating(output, output_dtype)
 
     return pre, post
 

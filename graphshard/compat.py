@@ -104,6 +104,13 @@ def keep_static(tensor: Tensor) -> None:
     torch._dynamo.mark_static(tensor)
 
 
+def sets_grad_mode(node: Node) -> bool | None:
+    """What a node of a captured graph switches gradients to; None if it does not."""
+    if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+        return bool(node.args[0])
+    return None
+
+
 def tag_reshard(node: Node, reshard: bool) -> None:
     """Makes the partitioner gather again in backward (`reshard`) or save the gathered value. Untagged, it would be
     saved.

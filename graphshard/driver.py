@@ -16,10 +16,22 @@ from graphshard import env, verify
 from graphshard.compat import copy_graph, log_artifact
 from graphshard.errors import VerifyError
 from graphshard.ir import PassContext, output_args, reductions, shard_placeholder, spec_of
-from graphshard.passes import JOINT, PROGRAM, Pass
+from graphshard.passes import CAPTURED, JOINT, PROGRAM, Pass
 from graphshard.printer import format_graph
 
 OPTIONAL = frozenset(step.name for step in (*JOINT, *PROGRAM) if step.optional)
+
+
+def check_environment() -> None:
+    """Raises:
+    ValueError: if one of graphshard's environment variables has a value that it cannot have.
+    """
+    env.verify_level()
+    env.disabled_passes(OPTIONAL)
+    directory = env.dump_dir()
+    if directory is not None and directory.exists() and not directory.is_dir():
+        raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, which is a file, want a directory")
+
 
 _Observer = Callable[[GraphModule, str], None]
 _after_lowering: ContextVar[tuple[_Observer, ...]] = ContextVar("after_lowering", default=())
@@ -45,6 +57,22 @@ class Lowered:
     gm: GraphModule
     passes_s: float
     edits: tuple[tuple[str, object], ...]
+
+
+def run_captured_passes(gm: GraphModule, title: str) -> None:
+    """Runs `CAPTURED` on a graph of Dynamo's and on the checkpoint regions inside it, in place.
+
+    Such a graph has no fake values and may write tensors: only G1 can be checked.
+    """
+    for name, inner in gm.named_modules():
+        if isinstance(inner, GraphModule):
+            for step in CAPTURED:
+                if edit := step.decide(inner.graph, PassContext("captured")):
+                    step.apply(inner.graph, edit)
+                    if env.verify_level():
+                        verify.check_lint(inner.graph)
+                    _dump(env.dump_dir(), f"{title}{'.' + name if name else ''}", 1, step.name, inner.graph, str(edit))
+                    inner.recompile()
 
 
 def run_joint_passes(gm: GraphModule, title: str = "joint") -> float:

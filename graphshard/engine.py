@@ -122,15 +122,18 @@ class Engine:
             self._refuse_held_by_fsdp2()
         if not self._shards:
             fsdp2.lazy_init(self.model)
-            fqns = fsdp2.parameter_names(self.model)
             for unit in self._units:
-                for index, param in enumerate(unit.params):
-                    self._shards.append(Shard(param, fqns[id(param.parameter)], index, self.report))
+                names = fsdp2.parameter_names(self.model, unit.params)
+                for index, (param, fqn) in enumerate(zip(unit.params, names, strict=True)):
+                    self._shards.append(Shard(param, fqn, index, self.report))
             self._install()
         elif self._watch.changed() or self._reshard != self._reshard_settings():
             for shard in self._shards:
                 shard.renew()
             self._install()
+        for unit in self._units:
+            if not unit.is_sharded:  # unsharded by hand, or by FSDP2's engine: programs gather for themselves
+                unit.reshard()
         if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
             self._hook_keys = keys
             self._signatures.clear()

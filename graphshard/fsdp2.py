@@ -173,6 +173,16 @@ class Unit:
         flag: bool = self._raw.reduce_grads
         return flag
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are registered as their shards: no `unshard()` is open."""
+        sharded: bool = self._raw.is_sharded
+        return sharded
+
+    def reshard(self) -> None:
+        """Frees parameters that were gathered by hand, as `FSDPModule.reshard` does."""
+        self._raw.reshard()
+
     def holds_unreduced_grads(self) -> bool:
         """Whether FSDP2's own engine holds gradients that it has not reduced yet."""
         return any(
@@ -262,11 +272,18 @@ def find_units(model: nn.Module) -> list[Unit]:
     return [Unit(raw, state, name) for name, state, raw in _raw_groups(model)]
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """FQN by `id` of each registered parameter; a tied one has the first of its names. Checkpoint wrappers leave no
-    trace.
+def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[str]:
+    """FQN of each of `params`, the first of its names if it is tied, whether it is registered as its shard or in full.
+
+    Checkpoint wrappers leave no trace.
     """
-    return {id(param): name.replace(_WRAPPER_PREFIX, "") for name, param in model.named_parameters()}
+    modules = {id(module): name for name, module in model.named_modules()}
+    names = []
+    for param in params:
+        module, name = param.owners[0]
+        prefix = modules[id(module)]
+        names.append((f"{prefix}.{name}" if prefix else name).replace(_WRAPPER_PREFIX, ""))
+    return names
 
 
 def lazy_init(model: nn.Module) -> None:
@@ -279,11 +296,6 @@ def lazy_init(model: nn.Module) -> None:
     for state in _states(model).values():
         if state._is_root is None:
             state._lazy_init()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether every parameter is registered as its shard (no `unshard()` is open)."""
-    return all(raw.is_sharded for _, _, raw in _raw_groups(model))
 
 
 def _states(model: nn.Module) -> dict[str, Any]:
@@ -313,64 +325,45 @@ class _HookSlot:
     hooks: Any  # the OrderedDict of a module
     key: int
     hook: Callable[..., Any]
-    replacement: Callable[..., Any] | None
-    position: int = 0
+    replacement: Callable[..., Any]
 
 
 class ForwardHooks:
     """FSDP2's forward hooks of a model: off while it runs compiled, on for FSDP2's own engine.
 
-    Where a unit's mixed-precision policy casts, a hook that can be traced stands at the same place while FSDP2's is
-    off.
+    While one is off, a hook that can be traced stands at its place, between the hooks of users: it does the casts of
+    the unit's mixed-precision policy, or nothing.
 
     Args:
         model: the annotated model.
-        cast_hooks: gets a unit's policy, returns its (pre-forward, post-forward) hooks, None for one that casts
-            nothing.
+        cast_hooks: gets a unit's policy, returns its (pre-forward, post-forward) hooks.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        cast_hooks: Callable[[MixedPrecisionPolicy], tuple[Callable[..., Any] | None, Callable[..., Any] | None]],
+        cast_hooks: Callable[[MixedPrecisionPolicy], tuple[Callable[..., Any], Callable[..., Any]]],
     ) -> None:
         self._slots: list[_HookSlot] = []
-        self.attached = True
         for state in _states(model).values():
-            replacements = cast_hooks(state._mp_policy)
+            pre, post = cast_hooks(state._mp_policy)
             handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
             if handles[0] is handles[1]:  # a list of modules: one handle holds the pre-hooks, then the post-hooks
                 singles = handles[0].handles
                 half = len(singles) // 2
-                pairs = [(h, replacements[0]) for h in singles[:half]] + [(h, replacements[1]) for h in singles[half:]]
+                pairs = [(h, pre) for h in singles[:half]] + [(h, post) for h in singles[half:]]
             else:
-                pairs = list(zip(handles, replacements, strict=True))
+                pairs = [(handles[0], pre), (handles[1], post)]
             for handle, replacement in pairs:
                 hooks = handle.hooks_dict_ref()
                 self._slots.append(_HookSlot(hooks, handle.id, hooks[handle.id], replacement))
 
     def detach(self) -> None:
         """Takes FSDP2's hooks off; casts stay, as hooks that can be traced."""
-        if not self.attached:
-            return
         for slot in self._slots:
-            if slot.replacement is not None:
-                slot.hooks[slot.key] = slot.replacement
-            else:
-                slot.position = list(slot.hooks).index(slot.key)
-                del slot.hooks[slot.key]
-        self.attached = False
+            slot.hooks[slot.key] = slot.replacement
 
     def attach(self) -> None:
         """Puts FSDP2's hooks back where they were."""
-        if self.attached:
-            return
-        for slot in reversed(self._slots):
-            if slot.key in slot.hooks:
-                slot.hooks[slot.key] = slot.hook
-            else:
-                items = list(slot.hooks.items())
-                items.insert(slot.position, (slot.key, slot.hook))
-                slot.hooks.clear()
-                slot.hooks.update(items)
-        self.attached = True
+        for slot in self._slots:
+            slot.hooks[slot.key] = slot.hook

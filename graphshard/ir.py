@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from graphshard.errors import VerifyError
 from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 
-Direction = Literal["joint", "forward", "backward", "inference"]
+Direction = Literal["captured", "joint", "forward", "backward", "inference"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _c10d = torch.ops._c10d_functional

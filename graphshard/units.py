@@ -17,6 +17,8 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     class with equal parameter shapes, dtypes and `requires_grad`. A block that shares a parameter with the rest of the
     model stays with the root: two units cannot own one parameter.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_units: model: got {type(model).__name__}, want an nn.Module")
     units: list[nn.Module] = []
     outside = _owner_counts(model)
     _collect(model, outside, units, set())
@@ -72,6 +74,8 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
     """
     if units is None:
         return find_units(model)
+    if isinstance(units, (str, type, nn.Module)):
+        raise TypeError(f"compile: units: got {units!r}, want a list, such as [{units!r}]")
     modules = dict(model.named_modules())
     chosen: dict[int, nn.Module] = {}
     for unit in units:
@@ -87,6 +91,11 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
             raise ValueError(
                 f"compile: units: got {unit!r}, want modules of {type(model).__name__}; see named_modules()"
             )
+        for module in found:
+            if module is not model and type(module).forward is nn.Module.forward:
+                raise ValueError(
+                    f"compile: units: got {unit!r}, a {type(module).__name__}, which has no forward; name what is in it"
+                )
         chosen.update((id(module), module) for module in found if module is not model)
     order = {id(module): i for i, module in enumerate(modules.values())}
     # Inner units first: fully_shard takes what no earlier call has taken.

@@ -1,7 +1,7 @@
 """THE PAGE: every pass of graphshard, in the order in which they run.
 
-    Dynamo graph -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or run as it is
-                                                           inference        -> PROGRAM
+    Dynamo -> CAPTURED -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or as it is
+                                                                 inference         -> PROGRAM
 
 A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to
 do), `apply(graph, edit)` does what the edit says. The driver copies the graph, verifies after each pass, times, dumps
@@ -20,6 +20,7 @@ from graphshard.passes import (
     fold_unshards,
     insert_collectives,
     order_launches,
+    share_reads,
     tag_reshard,
 )
 
@@ -44,6 +45,8 @@ class Pass:
     changes_signature: bool = False
     permutes: bool = False
 
+
+CAPTURED = (Pass("share_reads", share_reads.decide, share_reads.apply),)
 
 JOINT = (
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),

@@ -49,6 +49,20 @@ def arguments() -> None:
         compile(models.Decoder(), mesh(), units=["layers.7"])
     with refused(TypeError, "units: got 7"):
         compile(models.Decoder(), mesh(), units=[7])
+    with refused(TypeError, r"units: got 'layers\.0', want a list"):
+        compile(models.Decoder(), mesh(), units="layers.0")
+    with refused(ValueError, "units: got 'layers', a ModuleList, which has no forward"):
+        compile(models.Decoder(), mesh(), units=["layers"])
+    with refused(TypeError, "mp_policy: got torch.bfloat16, want .*MixedPrecisionPolicy"):
+        compile(models.Decoder(), mesh(), mp_policy=torch.bfloat16)
+    with refused(TypeError, "dynamic: got 'no', want bool | None"):
+        compile(models.Decoder(), mesh(), dynamic="no")
+    with refused(TypeError, "ignored_params: got 'embed.weight' in the set"):
+        compile(models.Decoder(), mesh(), ignored_params={"embed.weight"})
+    with refused(ValueError, "mesh: got 2 axes without names"):
+        compile(models.Decoder(), init_device_mesh("cpu", (1, 2)))
+    with mock.patch.dict("os.environ", GRAPHSHARD_VERIFY="9"), refused(ValueError, "GRAPHSHARD_VERIFY: got '9'"):
+        compile(models.Decoder(), mesh())
     with refused(TypeError, "mesh: got str"):
         compile(models.Decoder(), "cpu")
     with refused(ValueError, "not compiled; call graphshard.compile first"):

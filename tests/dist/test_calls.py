@@ -169,7 +169,6 @@ def unshard_by_hand() -> None:
     assert not isinstance(model.head.weight, DTensor)
     assert model.head.weight.shape == (models.VOCAB, models.DIM)
     assert torch.equal(model(*batch()), want)
-    model.reshard()
     assert isinstance(model.head.weight, DTensor)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import graphshard
 from graphshard.testing import Bitwise, TrainingRun, Ulps, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
@@ -280,7 +281,7 @@ def test_one_rank_communicates_nothing(run: TrainingRun) -> None:
     for index in range(2):
         step(run, model, optimizer, index)
     if not run.is_reference:
-        import graphshard
+
 
         assert not any(graphshard.report(model).collectives.values())
 
@@ -311,49 +312,3 @@ def test_gradients_flow_to_inputs(run: TrainingRun) -> None:
     loss = model(x).square().mean()
     (grad,) = torch.autograd.grad(loss, x, retain_graph=False)
     run.observe(loss, model, outputs=grad)
-
-
-def halve(module: nn.Module, inputs: Any, outputs: Any) -> tuple[Tensor]:
-    return (inputs[0] * 0.5,)
-
-
-HOOKS: dict[str, Callable[[Any], object]] = {
-    "full backward": lambda layer: layer.register_full_backward_hook(halve),
-    "full backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] * 3,)),
-    "forward": lambda layer: layer.register_forward_hook(lambda _, inputs, output: output * 2),
-    "forward pre": lambda layer: layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
-}
-
-
-@pytest.mark.parametrize("regions", ["model", "unit"])
-@pytest.mark.parametrize("hook", HOOKS)
-@training_test(tolerance=BITWISE)
-def test_hook_on_one_of_equal_blocks(run: TrainingRun, hook: str, regions: str) -> None:
-    model = run.shard(models.Decoder(layers=3), **({} if run.is_reference else {"regions": regions}))
-    handle: Any = None
-    for index in range(3):
-        if index == 1:
-            handle = HOOKS[hook](model.layers[1])
-        if index == 2:
-            handle.remove()
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        model.zero_grad()
-
-
-def policies_per_block(model: nn.Module, mesh: DeviceMesh) -> None:
-    for layer, cast in zip(model[1].layers, (True, False), strict=True):  # type: ignore[index, union-attr, arg-type]
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-
-
-@training_test(tolerance=BITWISE)
-def test_equal_blocks_with_policies_of_their_own(run: TrainingRun) -> None:
-    model = run.shard(
-        nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), Shift()), annotate=policies_per_block
-    )
-    for index in range(2):
-        loss = loss_of(model, run, index).float()
-        loss.backward()
-        run.observe(loss, model)

@@ -132,10 +132,10 @@ def hooks(**policy: Any) -> tuple[Any, Any]:
     return cast_hooks(MixedPrecisionPolicy(**policy))
 
 
-def test_hooks_of_a_policy_that_casts_nothing_are_none() -> None:
-    assert hooks() == (None, None)
-    assert hooks(reduce_dtype=BF16) == (None, None)
-    assert hooks(param_dtype=BF16, cast_forward_inputs=False) == (None, None)
+def test_hooks_of_a_policy_that_casts_nothing_change_nothing() -> None:
+    for policy in ({}, {"reduce_dtype": BF16}, {"param_dtype": BF16, "cast_forward_inputs": False}):
+        pre, post = hooks(**policy)
+        assert pre(nn.Identity(), (1.0,), {}) is None and post(nn.Identity(), (1.0,), 2.0) is None
 
 
 def test_hooks_cast_inputs_to_param_dtype_and_outputs_to_output_dtype() -> None:

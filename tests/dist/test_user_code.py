@@ -1,0 +1,104 @@
+"""What users' own code does in and around forward: hooks, writes into parameters, gathering by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_training import BITWISE, Shift, loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import graphshard
+from graphshard.testing import TrainingRun, training_test
+
+
+def halve(module: nn.Module, inputs: Any, outputs: Any) -> tuple[Tensor]:
+    return (inputs[0] * 0.5,)
+
+
+HOOKS: dict[str, Callable[[Any], object]] = {
+    "full backward": lambda layer: layer.register_full_backward_hook(halve),
+    "full backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] * 3,)),
+    "forward": lambda layer: layer.register_forward_hook(lambda _, inputs, output: output * 2),
+    "forward pre": lambda layer: layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
+}
+
+
+@pytest.mark.parametrize("regions", ["model", "unit"])
+@pytest.mark.parametrize("hook", HOOKS)
+@training_test(tolerance=BITWISE)
+def test_hook_on_one_of_equal_blocks(run: TrainingRun, hook: str, regions: str) -> None:
+    model = run.shard(models.Decoder(layers=3), **({} if run.is_reference else {"regions": regions}))
+    handle: Any = None
+    for index in range(3):
+        if index == 1:
+            handle = HOOKS[hook](model.layers[1])
+        if index == 2:
+            handle.remove()
+        loss = loss_of(model, run, index)
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+def policies_per_block(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer, cast in zip(model[1].layers, (True, False), strict=True):  # type: ignore[index, union-attr, arg-type]
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+@training_test(tolerance=BITWISE)
+def test_equal_blocks_with_policies_of_their_own(run: TrainingRun) -> None:
+    model = run.shard(
+        nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), Shift()), annotate=policies_per_block
+    )
+    for index in range(2):
+        loss = loss_of(model, run, index).float()
+        loss.backward()
+        run.observe(loss, model)
+
+
+class Writes(nn.Module):
+    """Writes its own parameters in forward, before it reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 5.0))
+        self.shift = nn.Parameter(torch.full((3,), 5.0))
+        self.layer = nn.Linear(models.DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(max=1.0)
+        with torch.no_grad():
+            self.shift.clamp_(max=2.0)
+        return (self.layer(x) * self.scale.exp()).sum(-1) * self.shift.exp().sum() * self.scale.sum()
+
+
+@training_test(backends=("aot_eager", "eager"), tolerance=BITWISE)
+def test_write_into_a_parameter_is_seen_by_the_same_forward(run: TrainingRun) -> None:
+    model = run.shard(Writes())
+    for index in range(2):
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+
+
+@pytest.mark.parametrize("by", ["unshard", "eager engine", "block"])
+@training_test()
+def test_first_call_with_gathered_parameters(run: TrainingRun, by: str) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    if by == "unshard":
+        model.unshard()
+    elif by == "block":
+        model.layers[1].unshard()
+    elif not run.is_reference:
+        with graphshard.eager(model), torch.no_grad():
+            model(*models.tokens(0, run.rank))
+    loss = loss_of(model, run, 0)
+    loss.backward()
+    run.observe(loss, model)
