@@ -19,7 +19,7 @@ from bench.machine import Machine
 from bench.models import PARAMS_PER_BLOCK
 from bench.rows import CompileRow, StepRow, compile_row, growth_rows, step_rows
 from bench.step_time import STEPS_PER_TURN, measure_steps
-from bench.tables import claim_table, compile_table, growth_table, machine_lines, step_table
+from bench.tables import claim_table, compile_table, disturbed_lines, growth_table, machine_lines, step_table
 from bench.variants import COMPILE_VARIANTS, REFERENCE, VARIANTS
 from graphshard.env import verify_level
 
@@ -68,6 +68,7 @@ def measure_compile_rows(backends: list[str], depths: list[int], num_ranks: int)
         f"(GRAPHSHARD_VERIFY={verify_level()}), on the rank with the largest share",
         "",
         *compile_table(rows),
+        *disturbed_lines(rows),
     )
     return rows
 

@@ -11,6 +11,9 @@ from typing import TypeVar
 
 from bench.samples import CompileTime, StepTime
 
+# Of the first step's seconds; less: other programs ran.
+MIN_CPU_SHARE = 0.9
+
 V = TypeVar("V", bound=str)
 
 
@@ -81,6 +84,11 @@ class CompileRow:
     passes_per_layer_s: float | None
     regions: int
     programs: int
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the processor was often busy with something else."""
+        return self.first_step_cpu_s < MIN_CPU_SHARE * self.first_step_s
 
 
 def compile_row(backend: str, variant: str, num_layers: int, by_rank: Sequence[CompileTime]) -> CompileRow:

@@ -82,6 +82,12 @@ def compile_table(rows: Sequence[CompileRow]) -> list[str]:
     )
 
 
+def disturbed_lines(rows: Sequence[CompileRow]) -> list[str]:
+    """Says so if other programs ran during some cases."""
+    count = sum(row.disturbed for row in rows)
+    return [f"NOTE: in {count} of {len(rows)} cases the processor was often busy with something else"] if count else []
+
+
 def growth_table(rows: Sequence[GrowthRow]) -> list[str]:
     """How compile time grows with depth."""
     return align(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard import driver
+from graphshard import driver, region
 from graphshard.compat import (
     INDUCTOR_PATCHES,
     CustomPartitionerFn,
@@ -26,23 +26,14 @@ from graphshard.compat import (
     source_digest,
 )
 from graphshard.ir import unshards
-from graphshard.region import Binding, Region
-from graphshard.report import ProgramRecord, Report
+from graphshard.report import ProgramRecord
 from graphshard.shards import Shard
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 
 
-class Engine(Protocol):
+class Engine(region.Engine, Protocol):
     """What the backend asks of the engine of a model."""
-
-    name: str
-    report: Report
-    shard_at: dict[int, Shard]
-    bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
-
-    def backward_runs(self) -> None:
-        """Is told that a backward program runs."""
 
     def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
         """Gathers one parameter for a graph that runs uncompiled."""
@@ -101,7 +92,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
         driver.run_captured_passes(gm, f"{engine.name}.region{number}.captured")
         if name == "eager":
             return _uncompiled(engine, number, gm)
-        region = Region(
+        captured = region.Region(
             engine,
             number,
             _shard_positions(engine, inputs),
@@ -110,12 +101,12 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
         compile_region = compile_region_inductor if inductor else compile_region_aot
-        compiled = compile_region(gm, inputs, region.compile, partitioner)
+        compiled = compile_region(gm, inputs, captured.compile, partitioner)
 
         def run(*args: Any) -> Any:
             results = compiled(*args)
             if torch.is_grad_enabled():
-                region.watch(results)
+                captured.watch(results)
             return results
 
         return run

@@ -8,11 +8,11 @@ from bench.claims import check_claims
 from bench.machine import Machine
 from bench.rows import CompileRow, compile_row, growth_rows, step_rows
 from bench.samples import CompileTime, StepTime
-from bench.tables import claim_table, compile_table, growth_table, machine_lines, step_table
+from bench.tables import claim_table, compile_table, disturbed_lines, growth_table, machine_lines, step_table
 
 
-def compile_time(first_step_s: float, passes_s: float = 0.0, programs: int = 0) -> CompileTime:
-    return CompileTime(first_step_s, first_step_s, 0.01, passes_s, 1, programs)
+def compile_time(first_step_s: float, passes_s: float = 0.0, programs: int = 0, idle_s: float = 0.0) -> CompileTime:
+    return CompileTime(first_step_s, first_step_s - idle_s, 0.01, passes_s, 1, programs)
 
 
 def cases(whole_passes_s: float, unit_first_step_s: float) -> list[CompileRow]:
@@ -68,6 +68,14 @@ def test_claims_hold_or_not(whole_passes_s: float, unit_first_step_s: float, hol
     checked = check_claims(cases(whole_passes_s, unit_first_step_s), "whole", "unit")
     assert [claim.holds for claim in checked] == holds
     assert [line.split()[-1] for line in claim_table(checked)[1:]] == ["yes" if yes else "NO" for yes in holds]
+
+
+def test_disturbed_cases_are_said() -> None:
+    still = compile_row("inductor", "whole", 4, [compile_time(10, 0.1, 2, idle_s=0.5)])
+    disturbed = compile_row("inductor", "whole", 4, [compile_time(10, 0.1, 2, idle_s=5.0)])
+    assert (still.disturbed, disturbed.disturbed) == (False, True)
+    assert disturbed_lines([still]) == []
+    assert "1 of 2" in disturbed_lines([still, disturbed])[0]
 
 
 def test_a_busy_machine_is_said() -> None:
