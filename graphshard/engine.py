@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard import capture, fsdp2
+from graphshard import capture, driver, env, fsdp2
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
@@ -75,6 +75,8 @@ class Engine:
         self._hook_keys: list[int] = []
         self._signatures: dict[int, object] = {}
         self._backend = make_backend(self, options.backend)
+        for name in sorted(env.disabled_passes(driver.OPTIONAL)):
+            self.report.say_once(f"pass {name} is left out, as GRAPHSHARD_DISABLE says")
         self._units = fsdp2.find_units(model)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks)
         if not self._falls_back(unit.unsupported() for unit in self._units):
