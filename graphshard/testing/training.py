@@ -17,7 +17,9 @@ Example::
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from graphshard.testing.compare import ParityError, Where, compare_named, compare_nested, compare_tensors
 from graphshard.testing.evidence import Expected, Launches, check_launches, check_ran_compiled, reported_launches
@@ -63,6 +66,8 @@ class TrainingRun:
     backend: str
     observations: list[Observation] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
+    notes: list[tuple[str, object]] = field(default_factory=list)
+    counts: list[tuple[str, Launches]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -99,6 +104,32 @@ class TrainingRun:
         """Records the loss, the outputs if given, and the model's gradients and parameters as they are now."""
         seen = Observation(copied(loss), copied(outputs), gradients(model), parameters(model))
         self.observations.append(seen)
+
+    def note(self, label: str, value: object) -> None:
+        """Records tensors and plain values, in dicts, lists and tuples, that both passes must see alike."""
+        self.notes.append((label, copied(value)))
+
+    def note_registration(self, label: str, model: nn.Module) -> None:
+        """Records, for each parameter as `named_parameters` yields it now, whether it is a DTensor, its placements and
+        its value.
+        """
+        for name, parameter in model.named_parameters():
+            self.note(f"{label}: {name}: {registration(parameter)}", parameter)
+
+    @contextmanager
+    def counted(self, label: str) -> Iterator[None]:
+        """Counts the launches inside: all-gathers must be at most eager FSDP2's, the others equal."""
+        with count_launches() as launches:
+            yield
+        self.counts.append((label, launches))
+
+
+def registration(parameter: Tensor) -> str:
+    """How a parameter is registered: ``"plain"``, or a DTensor's mesh axes and placements."""
+    if not isinstance(parameter, DTensor):
+        return "plain"
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return f"DTensor {', '.join(map(str, axes))}: {', '.join(map(str, parameter.placements))}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +225,9 @@ def _one_pass(
 ) -> tuple[TrainingRun, Launches]:
     torch.manual_seed(settings.seed)
     if run.is_reference:
+        if settings.expect_collectives is None:  # profilers do not nest: `counted` may want its own
+            body(run, **arguments)
+            return run, dict.fromkeys(COLLECTIVES, 0)
         with count_launches() as launches:
             body(run, **arguments)
         return run, launches
@@ -205,7 +239,7 @@ def _one_pass(
 def _compare_observations(run: TrainingRun, reference: TrainingRun, tolerance: Tolerance) -> None:
     if not run.models:
         raise ParityError("the test never called run.shard(model)")
-    if not reference.observations or len(run.observations) != len(reference.observations):
+    if not (reference.observations or reference.notes) or len(run.observations) != len(reference.observations):
         raise ParityError(
             f"run.observe(loss, model): {len(run.observations)} calls under {run.backend!r}, "
             f"{len(reference.observations)} under eager FSDP2; want the same number, at least one"
@@ -218,3 +252,16 @@ def _compare_observations(run: TrainingRun, reference: TrainingRun, tolerance: T
         compare_named(got.gradients, want.gradients, tolerance=tolerance, where=where)
         where = Where("parameter", step=step, rank=run.rank)
         compare_named(got.parameters, want.parameters, tolerance=tolerance, where=where)
+    labels = [[label for label, _ in kept.notes] for kept in (run, reference)]
+    if labels[0] != labels[1]:
+        got, want = next(pair for pair in itertools.zip_longest(*labels) if pair[0] != pair[1])
+        raise ParityError(f"rank {run.rank}: noted {got!r} under {run.backend!r}, want {want!r} as under eager FSDP2")
+    for (label, ours), (_, theirs) in zip(run.notes, reference.notes, strict=True):
+        compare_nested(ours, theirs, tolerance=tolerance, where=Where(label, step=None, rank=run.rank))
+    for (label, counted), (its_label, eager) in zip(run.counts, reference.counts, strict=True):
+        assert label == its_label
+        try:
+            check_launches([counted], [eager], "at_most")
+        except ParityError as error:
+            error.add_note(f"counted: {label}")
+            raise
