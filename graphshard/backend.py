@@ -106,7 +106,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
         def run(*args: Any) -> Any:
             results = compiled(*args)
             if torch.is_grad_enabled():
-                captured.watch(results)
+                captured.calls.watch(results)
             return results
 
         return run

@@ -5,6 +5,7 @@ plain function.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -86,6 +88,26 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_run(node: Any) -> bool:
+    """Whether the running backward pass will run, or has run, a node of autograd's graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def accumulates_into(leaf: Tensor) -> bool:
+    """Whether the running backward pass accumulates a gradient into `leaf`: `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch refuses the question for a leaf while it runs `torch.autograd.grad`
+        return False
+
+
+def called_to_reduce_grads() -> bool:
+    """Whether the caller's caller is a pipeline stage that reduces the gradients of its microbatches."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    method = getattr(getattr(stage, "_PipelineStageBase", None), "perform_reduce_grad", None)
+    return method is not None and sys._getframe(2).f_code is method.__code__
+
+
 def keeps_graph() -> bool:
     """Whether the running backward pass was asked to keep its graph (retain_graph or create_graph)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -97,6 +119,11 @@ def inline_only(function: C) -> C:
     """
     skip_code(function.__code__)
     return function
+
+
+def fake_tensors() -> Any:
+    """A mode of its own in which tensors have no data."""
+    return FakeTensorMode()
 
 
 def keep_static(tensor: Tensor) -> None:
@@ -111,11 +138,9 @@ def sets_grad_mode(node: Node) -> bool | None:
     return None
 
 
-def tag_reshard(node: Node, reshard: bool) -> None:
-    """Makes the partitioner gather again in backward (`reshard`) or save the gathered value. Untagged, it would be
-    saved.
-    """
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
+def tag_reshard(node: Node) -> None:
+    """Makes the partitioner gather again in backward. Untagged, the gathered value would be saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _RESHARD_REGION_ID
 
 

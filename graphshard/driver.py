@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from graphshard import env, verify
 from graphshard.compat import copy_graph, log_artifact
 from graphshard.errors import VerifyError
-from graphshard.ir import PassContext, output_args, reductions, shard_placeholder, spec_of
+from graphshard.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.passes import CAPTURED, JOINT, PROGRAM, Pass
 from graphshard.printer import format_graph
 
@@ -135,7 +135,7 @@ def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[
     names = [
         shard_placeholder(node).name
         for node in reductions(marked)
-        if spec_of(node).world_size > 1 and (node not in position or alive[position[node]] is not None)
+        if verify.reduction_kinds(node, ctx) and (node not in position or alive[position[node]] is not None)
     ]
     return frozenset(ctx.params[name].fqn for name in names if name not in ctx.flags.unreduced)
 

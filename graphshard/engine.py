@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import UnshardHandle
+from torch.utils._pytree import tree_map_only
 
-from graphshard import capture, driver, env, fsdp2
+from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
+from graphshard.calls import Call
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
     backward_id,
@@ -22,10 +26,14 @@ from graphshard.compat import (
     module_call,
     uncaptured,
 )
+from graphshard.dispatch import Binding
 from graphshard.errors import UnsupportedModel
-from graphshard.region import Binding
+from graphshard.fsdp2 import Unit
+from graphshard.holdings import Holdings
+from graphshard.outside import OutsideGathers
 from graphshard.report import ProgramRecord, Report
-from graphshard.shards import Shard, gather_eagerly
+from graphshard.shards import ParameterWatch, Shard
+from graphshard.unit_programs import UnitPrograms
 
 _numbers = itertools.count()
 
@@ -51,24 +59,27 @@ class Engine:
     """Runs an annotated model compiled, or hands it to FSDP2's own hooks.
 
     Args:
-        model: annotated by `fully_shard`.
+        model: annotated by `fully_shard` or `replicate`.
         options: how to compile it.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         # For dumps: models are compiled in the same order on every rank.
-        self.name = f"{type(model).__name__.removeprefix('FSDP')}{next(_numbers)}"
+        self.name = f"{type(model).__name__.removeprefix('FSDP').removeprefix('Replicate')}{next(_numbers)}"
         self.options = options
         self.report = Report()
         self.running = False
+        self.compiled = True  # False: FSDP2's hooks run the model
         self.bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
         self.shard_at: dict[int, Shard] = {}
-        self._compiled = True  # False: FSDP2's hooks run the model
+        programs = UnitPrograms(self)
+        self.holdings = Holdings(programs)
+        self._outside = OutsideGathers(programs, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
+        self._ready = False
         self._shards: list[Shard] = []
-        self._reshard: list[bool] = []
-        self._gathered: dict[tuple[int, bool], Tensor] = {}
+        self._event: Any = None
         self._backward_id = -1
         self._entries: dict[object, Callable[..., Any]] = {}
         self._modules = list(model.modules())
@@ -78,10 +89,18 @@ class Engine:
         for name in sorted(env.disabled_passes(driver.OPTIONAL)):
             self.report.say_once(f"pass {name} is left out, as GRAPHSHARD_DISABLE says")
         self._units = fsdp2.find_units(model)
-        self._hooks = fsdp2.ForwardHooks(model, cast_hooks)
+        for unit in self._units:
+            unit.key = f"{self.name}:{unit.name}"
+            user_comms.register(unit.key, unit)
+        self._hooks = fsdp2.ForwardHooks(model, cast_hooks, capture.forward_method)
         if not self._falls_back(unit.unsupported() for unit in self._units):
             self._mark_classes()
             self._hooks.detach()
+
+    @property
+    def calls(self) -> weakref.WeakSet[Call]:
+        """Calls of regions whose backward is still to come."""
+        return self.holdings.calls
 
     # -- set-up
 
@@ -93,10 +112,18 @@ class Engine:
                 for module, name in param.owners:
                     modules[id(module)] = module
                     names.setdefault(id(module), set()).add(name)
+        engine_of = weakref.ref(self)
+
+        def reshard(module: nn.Module, *args: Any) -> None:
+            if (engine := engine_of()) is not None:  # a state dict holds shards
+                engine.holdings.reshard_all()
+
         for key, module in modules.items():
             module.__dict__[capture.ENGINE] = self
             module.__dict__[capture.SHARDS] = {}
             module.__class__ = capture.marked_class(type(module), tuple(sorted(names.get(key, ()))))
+            module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         inner = {id(m) for m in fsdp2.unit_modules(self.model)}
         # With a region per unit, a module that contains units is plain Python around them.
         self._outer = {
@@ -109,85 +136,109 @@ class Engine:
         """Leaves the model to FSDP2 if there is a reason: said once, an error if `strict`."""
         if (reason := next(filter(None, reasons), None)) is None:
             return False
-        line = f"{reason}, which is not compiled yet: the model runs in eager FSDP2"
+        line = f"{reason}, which is not compiled: the model runs in eager FSDP2"
         if self.options.strict:
             raise UnsupportedModel(f"{line}; got strict=True")
         self.report.say_once(line)
         self._leave_compiled()
         return True
 
-    def _prepare(self) -> bool:
-        """Makes ready for a forward; False when the model is to run in eager FSDP2."""
-        if self._falls_back(unit.unsupported_now() for unit in self._units):
-            return False
+    def _prepare(self) -> None:
+        """Makes ready for a forward, or for gathering by hand."""
         if self._eager_ran:
             self._refuse_held_by_fsdp2()
-        if not self._shards:
+        if not self._ready:
             fsdp2.lazy_init(self.model)
             for unit in self._units:
                 names = fsdp2.parameter_names(self.model, unit.params)
                 for index, (param, fqn) in enumerate(zip(unit.params, names, strict=True)):
-                    self._shards.append(Shard(param, fqn, index, self.report))
+                    self._shards.append(Shard(param, unit, fqn, index, self.report))
             self._install()
-        elif self._watch.changed() or self._reshard != self._reshard_settings():
+            self._ready = True
+        elif self._watch.changed():
             for shard in self._shards:
                 shard.renew()
             self._install()
         for unit in self._units:
-            if not unit.is_sharded:  # unsharded by hand, or by FSDP2's engine: programs gather for themselves
+            if not unit.is_sharded:  # by FSDP2's own engine: in eager FSDP2, or around a method registered lately
                 unit.reshard()
+                self._hooks.find_methods()
         if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
             self._hook_keys = keys
             self._signatures.clear()
-        for unit in self._units:
-            if (ignored := unit.ignored()) is not None:
-                self.report.say_once(f"{ignored} is ignored")
-        return True
 
     def _install(self) -> None:
         """Puts the leaves where properties and programs find them."""
-        self._reshard = self._reshard_settings()
-        self._watch = fsdp2.ParameterWatch([shard.param for shard in self._shards])
+        self._watch = ParameterWatch(self._shards)
         self.shard_at = {shard.leaf.data_ptr(): shard for shard in self._shards}
         self.bindings.clear()  # addresses mean nothing any more
+        self.holdings.install(self._shards)
         for shard in self._shards:
             for module, name in shard.param.owners:
                 module.__dict__[capture.SHARDS][name] = shard.marker_args()
 
-    def _reshard_settings(self) -> list[bool]:
-        return [unit.reshard_after_forward for unit in self._units]
-
     # -- calls
 
-    @uncaptured
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
-        if not self._compiled:
+        return self._call(module, None, args, kwargs)
+
+    def call_method(
+        self, module: nn.Module, method: capture.Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a registered forward method of a marked module likewise."""
+        return self._call(module, method, args, kwargs)
+
+    @uncaptured
+    def _call(
+        self, module: nn.Module, method: capture.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.compiled:
             return module_call(module, *args, **kwargs)
         if self.running:
-            return self._enter(module, args, kwargs)
+            return self._enter(module, method, args, kwargs)
         if dispatch_mode_active():
             self.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
             with self.eager():
+                if method is not None:  # FSDP2's wrapper of it is back
+                    return getattr(module, method.name)(*args, **kwargs)
                 return module_call(module, *args, **kwargs)
-        if not self._prepare():
-            return module_call(module, *args, **kwargs)
+        self._prepare()
+        if self._units and self._units[0].device.type != "cpu":
+            args, kwargs = self._moved_to_device(args, kwargs)
         self.running = True
+        self.holdings.begin_forward(module)
         try:
             with capture.tracing():
-                return self._enter(module, args, kwargs)
+                return self._enter(module, method, args, kwargs)
         finally:
             self.running = False
-            self._gathered.clear()
+            self._outside.clear()
+            self.holdings.end_forward()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.options.regions == "unit" and id(module) in self._outer:
+    def _moved_to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs on the model's device, as FSDP2's root moves them, behind the event that stands for the optimizer."""
+        device = self._units[0].device
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+            self._event = None
+
+        def moved(value: Tensor) -> Tensor:
+            return value if value.device.type == device.type else value.to(device, non_blocking=True)
+
+        return tree_map_only(Tensor, moved, args), tree_map_only(Tensor, moved, kwargs)
+
+    def _enter(
+        self, module: nn.Module, method: capture.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if method is None and self.options.regions == "unit" and id(module) in self._outer:
             return module_call(module, *args, **kwargs)
         if (key := self._signatures.get(id(module))) is None:
             key = self._signatures[id(module)] = _signature(module)
-        if (entry := self._entries.get(key)) is None:
-            entry = self._entries[key] = torch.compile(
-                capture.entry_point(type(module)),
+        if (entry := self._entries.get((key, method))) is None:
+            body = module_call if method is None else method.body
+            entry = self._entries[key, method] = torch.compile(
+                capture.entry_point(type(module), body),
                 backend=self._backend,
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
@@ -197,33 +248,58 @@ class Engine:
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
-        shard = self.shard_at[module.__dict__[capture.SHARDS][name][0].data_ptr()]
-
-        def count() -> None:
-            self.report.eager_unshards[shard.fqn] += 1
-            owner = shard.fqn.rpartition(".")[0] or "the root"
-            self.report.say_once(
-                f"{owner} reads parameters outside any graph: they are gathered and reduced one by one"
-            )
-
-        return self._gather(shard, count, None)
+        entry = module.__dict__[capture.SHARDS][name]
+        shard = self.shard_at[entry[0].data_ptr()]
+        self.touched([shard.unit])
+        owner = shard.fqn.rpartition(".")[0] or "the root"
+        self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced one by one")
+        full = self._outside.gather(shard, self.running)
+        return full if len(entry) == 2 else capture.as_tensor_parallel(full, *entry[2:])
 
     def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
         """Gathers one parameter for a graph that runs uncompiled, once per forward."""
+        shard = self.shard_at[leaf.data_ptr()]
+        self.touched([shard.unit])
+        # Not kept when a checkpoint is recomputed in backward: nothing would free it.
+        return self._outside.gather(shard, self.running, forward, backward)
 
-        def count() -> None:
-            forward.runs += 1
+    def touched(self, units: Sequence[Unit]) -> None:
+        """Is told that the running forward uses `units`: what is gathered by hand must have arrived."""
+        self.holdings.touched.update(units)
+        self.holdings.finish_gathers(units)
 
-        return self._gather(self.shard_at[leaf.data_ptr()], count, backward)
+    # -- FSDP2's methods (see `capture`)
 
-    def _gather(self, shard: Shard, count: Callable[[], None], backward: ProgramRecord | None) -> Tensor:
-        key = (id(shard), torch.is_grad_enabled())
-        if (full := self._gathered.get(key)) is None:
-            count()
-            full = gather_eagerly(shard, backward, self.backward_runs)
-            if self.running:  # not when a checkpoint is recomputed in backward: nothing would free it
-                self._gathered[key] = full
-        return full
+    @uncaptured
+    def unshard(self, module: nn.Module, async_op: bool) -> UnshardHandle | None:
+        """`FSDPModule.unshard`: gathers a unit's parameters, which stay until `reshard`, a forward or a backward."""
+        self._prepare()
+        handle = self.holdings.unshard(self._units_of(module))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self, module: nn.Module) -> None:
+        """`FSDPModule.reshard`."""
+        self.holdings.reshard(self._units_of(module))
+
+    def reset_iter_state(self) -> None:
+        """`FSDPModule.reset_iter_state`: forgets what a failed step left behind."""
+        self.running = False
+        self._outside.clear()
+        self.holdings.reset()
+
+    def reduce_held(self) -> None:
+        """Reduces what earlier backwards left unreduced, now."""
+        self.holdings.end_backward()
+
+    def wait_for_optimizer(self, event: Any) -> None:
+        """`FSDPModule.set_post_optim_event`."""
+        self._event = event
+
+    def _units_of(self, module: nn.Module) -> list[Unit]:
+        return [unit for unit in self._units if any(own is module for own in unit.modules)]
 
     # -- backward
 
@@ -234,11 +310,8 @@ class Engine:
             call_at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Reduces what is held for units that synchronize: parameters that this backward did not reach."""
         self._backward_id = -1
-        for shard in self._shards:
-            if shard.held is not None and shard.unit.reduce_grads:
-                shard.reduce_held()
+        self.holdings.end_backward()
 
     # -- engines
 
@@ -249,10 +322,10 @@ class Engine:
         Raises:
             RuntimeError: while unreduced gradients are held, by either engine, at entry or at exit.
         """
-        if not self._compiled:
+        if not self.compiled:
             yield
             return
-        self._refuse_held("graphshard", [shard.fqn for shard in self._shards if shard.held is not None])
+        self._refuse_held("graphshard", self.holdings.unreduced())
         self._leave_compiled()
         try:
             yield
@@ -261,12 +334,13 @@ class Engine:
 
     def _leave_compiled(self) -> None:
         self._eager_ran = True
+        self.holdings.reshard_all()
         self._hooks.attach()
-        self._compiled = False
+        self.compiled = False
 
     def _return_compiled(self) -> None:
         self._hooks.detach()
-        self._compiled = True
+        self.compiled = True
         self._refuse_held_by_fsdp2()
 
     def _refuse_held_by_fsdp2(self) -> None:

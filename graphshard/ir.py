@@ -17,6 +17,8 @@ from torch.fx import Graph, Node
 
 from graphshard.errors import VerifyError
 from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
+from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.user_comms import CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
 Direction = Literal["captured", "joint", "forward", "backward", "inference"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -27,8 +29,10 @@ LAUNCHES: Mapping[Any, Kind] = {
     _c10d.all_gather_into_tensor.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
     _c10d.all_reduce.default: "all_reduce",
+    CUSTOM_ALL_GATHER: "all_gather",
+    CUSTOM_REDUCE_SCATTER: "reduce_scatter",
 }
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = LAUNCHES
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, *_ = LAUNCHES
 
 aten = torch.ops.aten
 # They return a view where they can, but their schema does not say so.
@@ -47,6 +51,9 @@ class ParamRef:
         shard_numel: elements of the padded shard of one rank.
         dtype: dtype of the parameter and its gradient.
         adds_in_reduce_dtype: whether a gradient is cast before it is added to what was accumulated.
+        dim: that is sharded.
+        post_forward: (number of shards, process group) that the parameter is resharded to after forward, where that is
+            another group than the one it is sharded over.
     """
 
     fqn: str
@@ -56,31 +63,56 @@ class ParamRef:
     shard_numel: int
     dtype: torch.dtype
     adds_in_reduce_dtype: bool = False
+    dim: int = 0
+    post_forward: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the run-time state asks of one backward program. Names are those of placeholders.
+    """What the run-time state asks of one program. Names are those of placeholders of shards, unless it says otherwise.
+
+    Extra arguments come behind the graph's own, extra results behind its own, each in the order of the attributes here.
 
     Attributes:
+        resident: shards whose gathered value comes as an extra argument.
+        rejoined: shards that are gathered from post-forward shards, which come as extra arguments.
+        kept: shards whose gathered value is an extra result.
+        resharded: shards of which a post-forward shard is an extra result. (`reshard_after_forward` as an int)
         unreduced: shards whose gradients are handed out unreduced, to be accumulated.
-        held: shards whose earlier, unreduced gradients come as extra arguments, in this order.
+        added: (shard, dtype) of earlier, unreduced gradients that come as extra arguments, to be added in this order.
+        partial: shards whose earlier gradients, reduced over the shards but not over their copies, come as extra
+            arguments.
         undefined: tangents that got no gradient, of outputs that the loss does not depend on.
+        inputs_only: whether no parameter is to get a gradient.
+        units: settings by name of unit, where they are not the defaults.
     """
 
+    resident: tuple[str, ...] = ()
+    rejoined: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
     unreduced: frozenset[str] = frozenset()
-    held: tuple[str, ...] = ()
+    added: tuple[tuple[str, torch.dtype], ...] = ()
+    partial: tuple[str, ...] = ()
     undefined: frozenset[str] = frozenset()
+    inputs_only: bool = False
+    units: tuple[tuple[str, UnitSettings], ...] = ()
 
     def __str__(self) -> str:
         parts = []
-        if self.unreduced:
-            parts.append(f"unreduced={len(self.unreduced)}")
-        if self.held:
-            parts.append(f"held={len(self.held)}")
+        for name in ("resident", "rejoined", "kept", "resharded", "unreduced", "added", "partial"):
+            if value := getattr(self, name):
+                parts.append(f"{name}={len(value)}")
         if self.undefined:
             parts.append(f"undefined={','.join(sorted(self.undefined))}")
+        if self.inputs_only:
+            parts.append("inputs_only")
+        parts += [f"{unit or 'root'}({settings})" for unit, settings in self.units]
         return " ".join(parts) or "default"
+
+    def settings(self, unit: str) -> UnitSettings:
+        """The settings of a unit."""
+        return dict(self.units).get(unit, DEFAULT_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -100,11 +132,15 @@ class PassContext:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a bucket: its elements `[offset_numel, offset_numel + shard_numel)` of each rank's part."""
+    """One parameter inside a bucket: `shard_numel` elements of `dtype` of each rank's part.
+
+    `offset_numel` counts elements of the bucket, which are bytes where members differ in dtype.
+    """
 
     fqn: str
     offset_numel: int
     shard_numel: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -113,6 +149,7 @@ class Collective:
 
     kind: Kind
     bucket: str
+    unit: str
     group: str
     world_size: int
     dtype: torch.dtype
@@ -122,7 +159,7 @@ class Collective:
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's part: the input of an all-gather, the output of a reduce-scatter."""
-        return sum(member.shard_numel for member in self.members)
+        return sum(member.shard_numel * member.dtype.itemsize for member in self.members) // self.dtype.itemsize
 
 
 def is_call(node: object, target: Any) -> TypeGuard[Node]:
@@ -178,6 +215,24 @@ def shard_placeholder(marker: Node) -> Node:
     return node
 
 
+def bucket_key(node: Node, ctx: PassContext) -> tuple[object, ...]:
+    """What markers must have in common to share a bucket: ``"gather"`` or ``"reduce"`` and the unit come first."""
+    spec, param = spec_of(node), ctx.params[shard_placeholder(node).name]
+    if is_call(node, UNSHARD):
+        return "gather", param.unit, spec.world_size, spec.group, spec.device
+    copies = (spec.replicas, spec.replicate_group)
+    return (
+        "reduce",
+        param.unit,
+        spec.world_size,
+        spec.group,
+        *copies,
+        spec.reduce_dtype,
+        val(node).dtype,
+        val(node).device,
+    )
+
+
 def output_args(graph: Graph) -> list[Any]:
     """The flat results of the graph."""
     results = output_node(graph).args[0]
@@ -188,6 +243,15 @@ def output_node(graph: Graph) -> Node:
     """The output node."""
     output: Node = next(iter(graph.find_nodes(op="output")))
     return output
+
+
+def add_placeholder(graph: Graph, name: str, value: Tensor) -> Node:
+    """A new placeholder behind the others; `value` is its fake value."""
+    last: Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
 
 
 def val(node: Any) -> Any:

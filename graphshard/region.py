@@ -6,24 +6,28 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.compat import CompileState, boxed, compiled_function_node, generated_code, keeps_graph
+from graphshard.calls import Calls
+from graphshard.compat import CompileState, boxed, generated_code
+from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, Binding, Plan, UnitState, make_plan
 from graphshard.errors import UnsupportedModel
+from graphshard.fsdp2 import Unit
+from graphshard.holdings import Holdings
 from graphshard.ir import (
     LAUNCHES,
     Direction,
-    Flags,
+    ParamRef,
     PassContext,
     launches,
     output_args,
@@ -31,10 +35,12 @@ from graphshard.ir import (
     shard_placeholder,
     unshards,
 )
+from graphshard.markers import padded_shape
 from graphshard.passes.apply_flags import dead_outputs, is_tangent
+from graphshard.passes.apply_residency import REJOINED
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
-from graphshard.shards import Shard
+from graphshard.shards import POST_FORWARD, RESIDENT, Shard
 
 BoxedCallable = Callable[[list[Any]], Any]
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
@@ -48,23 +54,13 @@ class Engine(Protocol):
     report: Report
     shard_at: dict[int, Shard]
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
+    holdings: Holdings
 
     def backward_runs(self) -> None:
         """Is told that a backward program runs."""
 
-
-class Binding:
-    """The shards that one call of a region brings, in slot order, and their grouping into units.
-
-    Equal blocks share a region; `grouping` says whether they also share a program: (ordinal of the unit, index in it)
-    per slot.
-    """
-
-    def __init__(self, shards: tuple[Shard, ...]) -> None:
-        ordinals: dict[int, int] = {}
-        self.shards = shards
-        self.grouping = tuple((ordinals.setdefault(id(shard.unit), len(ordinals)), shard.index) for shard in shards)
-        self.units = list({id(shard.unit): shard.unit for shard in shards}.values())
+    def touched(self, units: Sequence[Unit]) -> None:
+        """Is told that the running forward uses `units`."""
 
 
 @dataclass
@@ -73,7 +69,8 @@ class MarkedGraph:
 
     Attributes:
         slots: (placeholder of a shard, its position among the arguments), in argument order.
-        reduced: (slot, position among the results) of each reduced gradient.
+        gathered: slots that are gathered.
+        reduced: slot -> position among the results of its reduced gradient.
         tangents: placeholders of the gradients of outputs.
         kwargs: what the compiler gave along.
     """
@@ -82,7 +79,8 @@ class MarkedGraph:
     gm: GraphModule
     inputs: list[Any]
     slots: list[tuple[str, int]]
-    reduced: list[tuple[int, int]]
+    gathered: frozenset[int]
+    reduced: dict[int, int]
     tangents: list[str]
     kwargs: dict[str, Any]
     state: CompileState
@@ -90,10 +88,11 @@ class MarkedGraph:
 
 @dataclass
 class Program:
-    """Compiled code for one graph, grouping and run-time state."""
+    """Compiled code for one graph, grouping and run-time state; `plan` is about its extra arguments and results."""
 
     run: BoxedCallable
     record: ProgramRecord
+    plan: Plan
 
 
 class Region:
@@ -128,8 +127,8 @@ class Region:
         self._patches = patches
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._dead: dict[frozenset[str], tuple[int, ...]] = {}
-        self._local = threading.local()  # autograd runs a device's backward in a thread of its own
+        self._dead: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
+        self.calls = Calls(engine.holdings.calls, number)
 
     @property
     def engine(self) -> Engine:
@@ -154,7 +153,8 @@ class Region:
             gm,
             list(inputs),
             slots,
-            [(owners[result], i) for i, result in enumerate(output_args(gm.graph)) if result in owners],
+            frozenset(slot_of[shard_placeholder(node).name] for node in unshards(gm.graph)),
+            {owners[result]: i for i, result in enumerate(output_args(gm.graph)) if result in owners},
             [node.name for node in gm.graph.nodes if is_tangent(node)],
             kwargs,
             CompileState.capture(self._patches),
@@ -163,8 +163,9 @@ class Region:
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
-        shards = [self._positions[self._names[name]]() for name, _ in graph.slots]
-        self._program(graph, Binding(tuple(shard for shard in shards if shard is not None)), Flags(), late=False)
+        found = [self._positions[self._names[name]]() for name, _ in graph.slots]
+        binding = Binding(tuple(shard for shard in found if shard is not None))
+        self._program(graph, binding, self._forward_states(binding), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
     def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
@@ -186,14 +187,26 @@ class Region:
                 slots.append((name, position))
         return slots
 
-    def _program(self, graph: MarkedGraph, binding: Binding, flags: Flags, late: bool = True) -> Program:
-        key = (graph.direction, binding.grouping, flags)
+    def _program(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        states: list[UnitState],
+        undefined: frozenset[str] = frozenset(),
+        inputs_only: bool = False,
+        late: bool = True,
+    ) -> Program:
+        key = (graph.direction, binding.grouping, binding.key(states), undefined, inputs_only)
         if (program := self._programs.get(key)) is None:
-            program = self._programs[key] = self._lower(graph, binding, flags, late)
+            names = [name for name, _ in graph.slots]
+            plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
+            program = self._programs[key] = self._lower(graph, binding, plan, late)
         return program
 
-    def _lower(self, graph: MarkedGraph, binding: Binding, flags: Flags, late: bool) -> Program:
+    def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
+        params |= {REJOINED + name: _post_forward_ref(params[name]) for name in plan.flags.rejoined}
+        flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}"
         lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags), title)
@@ -217,26 +230,9 @@ class Region:
             code=generated_code(run),
         )
         self.engine.report.programs.append(record)
-        return Program(run, record)
+        return Program(run, record, plan)
 
     # -- run time
-
-    def watch(self, results: Sequence[Any]) -> None:
-        """Watches the autograd node behind a call's results, for what backward must know of it."""
-        outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
-        node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
-        if node is not None:
-            numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            node.register_prehook(lambda grads: self._before_backward(grads, numbers))
-
-    def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int]) -> None:
-        if keeps_graph():
-            raise RuntimeError(
-                f"backward: got retain_graph=True or create_graph=True for compiled region {self.number}, "
-                "which frees what forward saved. "
-                "Add the losses and call backward once, or run this model under `with graphshard.eager(model):`"
-            )
-        self._local.undefined = [grads[i] is None for i in numbers]
 
     def _bind(self, graph: MarkedGraph, args: list[Any]) -> Binding:
         engine = self.engine
@@ -246,62 +242,121 @@ class Region:
             binding = engine.bindings[key] = Binding(tuple(engine.shard_at[address] for address in addresses))
         return binding
 
-    def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
-        program = self._program(graph, self._bind(graph, args), Flags())
-        program.record.runs += 1
-        return program.run(args)
+    def _forward_states(self, binding: Binding) -> list[UnitState]:
+        shards, holdings = binding.shards, self.engine.holdings
+        resides = RESIDENT | POST_FORWARD
+        return [
+            UnitState(
+                unit.settings(),
+                holdings.behind_forward(unit),
+                True,
+                unit.post_forward,
+                tuple(shards[slot].bits & resides for slot in slots) if unit in holdings.active else (),
+            )
+            for unit, slots in zip(binding.units, binding.slots, strict=True)
+        ]
 
-    def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
+    def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
-        self.engine.backward_runs()
-        unreduced: dict[Shard, int] = {}  # -> position among the results
-        held: dict[Shard, str] = {}  # -> placeholder of the shard
-        undefined = self._undefined(graph)
-        dead = self._dead_outputs(graph, undefined)
-        if not all(unit.reduce_grads for unit in binding.units) or any(
-            shard.held is not None for shard in binding.shards
-        ):
-            for slot, position in graph.reduced:
-                shard = binding.shards[slot]
-                if position not in dead and not shard.unit.reduce_grads:
-                    unreduced[shard] = position
-                elif position not in dead and shard.held is not None:
-                    held[shard] = graph.slots[slot][0]
-        flags = Flags(
-            frozenset(name for slot, (name, _) in enumerate(graph.slots) if binding.shards[slot] in unreduced),
-            tuple(held.values()),
-            undefined if dead else frozenset(),
-        )
-        program = self._program(graph, binding, flags)
-        shared = _storages(args) if unreduced else set()
-        taken = [*args, *(shard.held for shard in held)]
+        self.engine.touched(binding.units)
+        if graph.direction == "forward":
+            self.calls.begin(binding)
+        program = self._program(graph, binding, self._forward_states(binding))
+        return self._run(program, binding, args, program.plan.extra_args(binding.shards))
+
+    def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
+        """Runs a program; keeps what is to stay gathered."""
+        plan = program.plan
+        taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
+        extra.clear()
         results = list(program.run(taken))
         program.record.runs += 1
-        for shard in held:
-            shard.held = None
-        for shard, position in unreduced.items():
-            grad, results[position] = results[position], None
-            shard.hold(grad, shared=not shared.isdisjoint(_storages([grad])))
-            shared |= _storages([grad])
+        if staying := len(plan.kept) + len(plan.resharded):
+            stayed, results = results[-staying:], results[:-staying]
+            shards, active = binding.shards, self.engine.holdings.active
+            for slot, full in zip(plan.kept, stayed, strict=False):
+                shards[slot].stay(full)
+                active.add(shards[slot].unit)
+            for slot, shard in zip(plan.resharded, stayed[len(plan.kept) :], strict=True):
+                shards[slot].stay_post_forward(shard)
+                active.add(shards[slot].unit)
         return results
 
-    def _undefined(self, graph: MarkedGraph) -> frozenset[str]:
-        """Tangents without a gradient in this call, as the hook has seen them just before."""
-        missing: list[bool] = self._local.__dict__.pop("undefined", [])
-        # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes
-        # stay zeros.
-        if not any(missing) or len(missing) != len(graph.tangents):
-            return frozenset()
-        return frozenset(name for name, absent in zip(graph.tangents, missing, strict=True) if absent)
+    def _backward_states(
+        self, graph: MarkedGraph, binding: Binding, again: frozenset[Shard], dead: frozenset[int]
+    ) -> list[UnitState]:
+        active, shards, reduced = self.engine.holdings.active, binding.shards, graph.reduced
+        states = []
+        for unit, slots in zip(binding.units, binding.slots, strict=True):
+            bits: tuple[int, ...] = ()
+            if again or dead or unit in active:
+                bits = tuple(
+                    shards[slot].bits
+                    | (AGAIN if shards[slot] in again else 0)
+                    | (REACHED if reduced.get(slot, -1) not in dead else 0)
+                    for slot in slots
+                )
+            behind = RESHARD if unit.reshard_after_backward else KEEP
+            reduces = unit.reduce_grads and not unit.reduce_unused
+            states.append(UnitState(unit.settings(), behind, reduces, unit.post_forward, bits))
+        return states
 
-    def _dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str]) -> tuple[int, ...]:
-        """Positions of results that have no gradient when these tangents have none."""
-        if not undefined:
-            return ()
-        if undefined not in self._dead:
-            self._dead[undefined] = dead_outputs(graph.gm.graph, undefined)
-        return self._dead[undefined]
+    def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
+        engine = self.engine
+        binding = self._bind(graph, args)
+        engine.backward_runs()
+        asked = self.calls.backward()
+        undefined = _undefined(graph, asked.absent)
+        dead = self._dead_outputs(graph, undefined, asked.inputs_only)
+        states = self._backward_states(graph, binding, asked.again, dead)
+        program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
+        plan, shards = program.plan, binding.shards
+        kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
+        shared = _storages(args) if kept_from_us else set()
+        extra = plan.extra_args(shards)
+        for slot in plan.dropped:  # now, so that the program frees them
+            shards[slot].reshard()
+        for slot, pending in plan.added:
+            if pending:
+                shards[slot].pending = None
+            else:
+                shards[slot].held = None
+        for slot in plan.partial:
+            shards[slot].partial = None
+        results = self._run(program, binding, args, extra)
+        for slot, position in kept_from_us:
+            grad, results[position] = results[position], None
+            self._take(shards[slot], grad, (slot, position), plan, not shared.isdisjoint(_storages([grad])))
+            shared |= _storages([grad])
+            engine.holdings.active.add(shards[slot].unit)
+        return results
+
+    def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
+        if place in plan.again:
+            shard.add_pending(grad, shared)
+        elif place in plan.local:
+            shard.partial = grad.clone() if shared else grad
+        else:
+            shard.hold(grad, shared)
+
+    def _dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str], inputs_only: bool) -> frozenset[int]:
+        """Positions of results that have no gradient when these tangents have none, or no parameter is to get one."""
+        if not undefined and not inputs_only:
+            return frozenset()
+        key = (undefined, inputs_only)
+        if key not in self._dead:
+            self._dead[key] = frozenset(dead_outputs(graph.gm.graph, undefined, inputs_only))
+        return self._dead[key]
+
+
+def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:
+    """Tangents without a gradient."""
+    # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes
+    # stay zeros.
+    if not any(absent) or len(absent) != len(graph.tangents):
+        return frozenset()
+    return frozenset(name for name, missing in zip(graph.tangents, absent, strict=True) if missing)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
@@ -313,3 +368,10 @@ def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
     """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
     added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
     return [*graph.inputs, *(node.meta["val"] for node in added)]
+
+
+def _post_forward_ref(param: ParamRef) -> ParamRef:
+    assert param.post_forward is not None
+    count, _ = param.post_forward
+    numel = math.prod(padded_shape(param.size, count, param.dim)) // count
+    return replace(param, shard_numel=numel)

@@ -16,8 +16,8 @@ class ProgramRecord:
     """One lowered program.
 
     Attributes:
-        region: number of the region it was lowered from.
-        direction: ``"forward"``, ``"backward"`` or ``"inference"``.
+        region: number of the region it was lowered from; -1: it gathers or reduces one unit, outside any region.
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``; ``"unshard"`` or ``"reduce"`` for one unit.
         flags: the run-time state that it serves.
         runs: how often it ran.
         collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
@@ -65,8 +65,6 @@ class Report:
         for program in self.programs:
             for kind, count in program.collectives.items():
                 total[kind] += count * program.runs
-        total["all_gather"] += self.eager_unshards.total()
-        total["reduce_scatter"] += self.eager_reductions.total()
         return dict(total)
 
     def reset_counts(self) -> None:

@@ -1,24 +1,26 @@
 """Leaves: plain tensors that stand for sharded parameters while a model runs compiled.
 
 A leaf shares storage with FSDP2's padded flat shard, so it has one size on all ranks and optimizer steps show in it.
-Autograd puts a reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A leaf also holds what
-gradient accumulation has not reduced yet.
+Autograd puts a reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A shard also holds what
+outlives a program: a gathered value that stays, gradients that are not reduced yet.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphshard.compat import keep_static
-from graphshard.fsdp2 import ShardedParam
+from graphshard.fsdp2 import ShardedParam, Unit
 from graphshard.ir import ParamRef
-from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
-from graphshard.report import ProgramRecord, Report
+from graphshard.markers import ShardSpec
+from graphshard.report import Report
+
+# What a shard holds, as bits: programs are chosen by them.
+RESIDENT, POST_FORWARD, HELD, PENDING, PARTIAL = 1, 2, 4, 8, 16
 
 
 class Shard:
@@ -26,16 +28,26 @@ class Shard:
 
     Attributes:
         leaf: flat padded shard `[N]`, a leaf of autograd.
+        full: the gathered parameter, while it stays gathered between programs; or None.
+        post_forward: its shard over a smaller group, between forward and backward; or None.
         held: accumulated gradient that is not reduced yet, full size, in the unit's reduce dtype; or None.
+        pending: the sum of gradients of calls that the running backward reached, while it will reach another call;
+            full size, in the gradient's dtype; or None.
+        partial: gradient `[N]` reduced over the shards but not over their copies, in the reduce dtype; or None.
     """
 
-    def __init__(self, param: ShardedParam, fqn: str, index: int, report: Report) -> None:
+    def __init__(self, param: ShardedParam, unit: Unit, fqn: str, index: int, report: Report) -> None:
         self.param = param
-        self.unit = param.unit
+        self.unit = unit
         self.fqn = fqn
         self.index = index
         self.report = report
+        self.full: Tensor | None = None
+        self.post_forward: Tensor | None = None
         self.held: Tensor | None = None
+        self.pending: Tensor | None = None
+        self.partial: Tensor | None = None
+        self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._source = param.flat_shard
         self.leaf = self._make_leaf()
 
@@ -57,27 +69,35 @@ class Shard:
         """
         if self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad:
             return
-        if self.held is not None:
+        if self.held is not None or self.partial is not None:
             raise RuntimeError(
                 f"{self.fqn}: its parameter changed while an unreduced gradient was held; run one backward with "
                 "set_requires_gradient_sync(True) before"
             )
+        self.reshard()
         self.leaf = self._make_leaf()
 
-    def marker_args(self) -> tuple[Tensor, str]:
-        """Arguments of `graphshard::unshard` for this parameter."""
-        return self.leaf, str(self.spec())
+    def marker_args(self) -> tuple[Any, ...]:
+        """Arguments of `graphshard::unshard` for this parameter, then its tensor-parallel layout if it has one."""
+        args = (self.leaf, str(self.spec()))
+        if (layout := self.param.layout) is None:
+            return args
+        mesh, placements, size, stride = layout
+        return *args, mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride))
 
     def spec(self) -> ShardSpec:
-        """How this parameter is sharded, as FSDP2's settings stand now."""
+        """How this parameter is sharded."""
         param, unit = self.param, self.unit
         return ShardSpec(
             param.size,
             param.param_dtype,
             param.reduce_dtype,
+            param.dim,
             unit.world_size,
             unit.group_name,
-            unit.reshard_after_forward,
+            unit.replicas,
+            unit.replicate_group_name,
+            param.offloaded_from,
         )
 
     def ref(self) -> ParamRef:
@@ -90,7 +110,60 @@ class Shard:
             self.leaf.numel(),
             self.param.parameter.dtype,
             self.param.adds_in_reduce_dtype,
+            self.param.dim,
+            self.unit.post_forward,
         )
+
+    @property
+    def bits(self) -> int:
+        """What is held now."""
+        return (
+            (self.full is not None) * RESIDENT
+            | (self.post_forward is not None) * POST_FORWARD
+            | (self.held is not None) * HELD
+            | (self.pending is not None) * PENDING
+            | (self.partial is not None) * PARTIAL
+        )
+
+    # -- gathered values that stay
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is the gathered parameter: no other shards, no cast, no other device."""
+        param = self.param
+        return self.unit.world_size == 1 and param.param_dtype == self.leaf.dtype and not param.offloaded_from
+
+    def stay(self, full: Tensor) -> None:
+        """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
+        self.full, self.post_forward = full, None
+        self._register(self.param.as_registered(full))
+
+    def stay_whole(self) -> None:
+        """The same for a parameter that is whole on this rank: nothing is kept."""
+        if self._registered is None:
+            self._register(self.param.as_registered(self.leaf.detach().view(self.param.size)))
+
+    def stay_post_forward(self, shard: Tensor) -> None:
+        """Keeps a post-forward shard `[n]`."""
+        self.full, self.post_forward = None, shard
+        self._register(self.param.as_registered_post_forward(shard))
+
+    def reshard(self) -> None:
+        """Frees what stayed, and registers the sharded parameter."""
+        self.full = self.post_forward = None
+        if self._registered is not None:
+            self._registered = None
+            self.param.register(self.param.parameter)
+
+    def _register(self, parameter: nn.Parameter) -> None:
+        self._registered = parameter
+        self.param.register(parameter)
+
+    def is_registered(self, parameter: object) -> bool:
+        """Whether `parameter` stands for this one, sharded or gathered."""
+        return parameter is self._registered or self.param.is_registered(parameter)
+
+    # -- gradients
 
     def hold(self, grad: Tensor, shared: bool) -> None:
         """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place.
@@ -105,17 +178,16 @@ class Shard:
         else:
             self.held += grad.to(self.param.reduce_dtype) if self.param.adds_in_reduce_dtype else grad
 
-    def reduce(self, grad: Tensor) -> Tensor:
-        """Reduces a full gradient by a collective of its own; returns the flat shard `[N]`."""
-        flat: Tensor = REDUCE_GRAD(grad, self.leaf.detach(), str(self.spec()))
-        return flat
+    def add_pending(self, grad: Tensor, shared: bool) -> None:
+        """Adds the gradient of one call to those of other calls in the same backward, as autograd does."""
+        if self.pending is None:
+            self.pending = grad.clone() if shared else grad
+        else:
+            self.pending = self.pending + grad
 
-    def reduce_held(self) -> None:
-        """Reduces what is held and puts it on the parameter."""
-        if self.held is not None:
-            held, self.held = self.held, None
-            self.report.eager_reductions[self.fqn] += 1
-            self.param.deliver_grad(self.reduce(held))
+    def drop_grads(self) -> None:
+        """Forgets all that is not reduced yet."""
+        self.held = self.pending = self.partial = None
 
 
 def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
@@ -133,43 +205,34 @@ def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
     return hand_over
 
 
-def gather_eagerly(shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]) -> Tensor:
-    """Gathers one parameter, outside any program or for a graph that runs uncompiled.
-
-    Args:
-        shard: the parameter.
-        record: counts its reductions; None: they count as reductions outside programs.
-        backward_runs: is called by backward.
+class ParameterWatch:
+    """Notices, before a forward, what happened to parameters since the last one. A tight loop: it runs in every
+    step.
     """
-    full: Tensor = _EagerUnshard.apply(shard.leaf, shard, record, backward_runs)  # type: ignore[no-untyped-call]
-    return full
 
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        # (shard, its parameter, the flat shard it had, whether it was trainable, where it is registered, its name)
+        self._seen = [
+            (shard, shard.param, shard.param.flat_shard, shard.param.parameter.requires_grad, registered, name)
+            for shard in shards
+            for registered, name in shard.param.places
+        ]
 
-class _EagerUnshard(torch.autograd.Function):
-    """A gather whose backward follows the run-time flags like a program does."""
+    def changed(self) -> bool:
+        """Whether a flat shard is another tensor, or a parameter is trainable where it was not, or the reverse.
 
-    @staticmethod
-    def forward(
-        ctx: Any, leaf: Tensor, shard: Shard, record: ProgramRecord | None, backward_runs: Callable[[], None]
-    ) -> Tensor:
-        ctx.state = (shard, record, backward_runs)
-        full: Tensor = UNSHARD(*shard.marker_args())
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        shard, record, backward_runs = ctx.state
-        (grad,) = grads
-        backward_runs()
-        nothing = (None, None, None)
-        if not shard.unit.reduce_grads:
-            shard.hold(grad, shared=True)
-            return None, *nothing
-        if shard.held is not None:
-            shard.hold(grad, shared=True)
-            grad, shard.held = shard.held, None
-        if record is not None:
-            record.runs += 1
-        else:
-            shard.report.eager_reductions[shard.fqn] += 1
-        return shard.reduce(grad), *nothing
+        Raises:
+            RuntimeError: for a parameter that was replaced in its module.
+        """
+        changed = False
+        for shard, param, flat, trainable, registered, name in self._seen:
+            parameter = param.parameter
+            if param.flat_shard is not flat or parameter.requires_grad is not trainable:
+                changed = True
+            found = registered.get(name)
+            if found is not parameter and not shard.is_registered(found):
+                raise RuntimeError(
+                    f"parameter '{shard.fqn}' was replaced after compile: got a {type(found).__name__} that FSDP2 does "
+                    "not shard; copy values into the parameter instead (load_state_dict, or copy_ under no_grad)"
+                )
+        return changed

@@ -1,9 +1,9 @@
 """Invariants of the graph, checked after every pass. Each has an id, a function here and a test with a graph that it
 must reject.
 
-G1  FX lint                                        B1  a bucket has one group, dtype, reduce op and reshard policy
+G1  FX lint                                        B1  a bucket has one group, and one dtype where it reduces
 G2  every value has a fake value                   S1  scheduling only permutes; the order of random operators stays
-G3  recomputed fake values agree (level 2)         L1  no gathered parameter crosses to backward under reshard
+G3  recomputed fake values agree (level 2)         L1  no gathered parameter is saved for backward
 G4  signature unchanged unless declared            R1  each synchronized gradient reduced exactly once
 C1  one wait per launch                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
 C2  nothing reads a result before its wait, or         the parameter's dtype
@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -24,10 +23,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphshard.compat import is_torch_operator
+from graphshard.emit_reduction import ALL_REDUCE_BUCKET
 from graphshard.errors import VerifyError
 from graphshard.ir import (
     WAIT,
+    Kind,
     PassContext,
+    bucket_key,
     collective,
     fake,
     is_call,
@@ -165,13 +167,22 @@ def traffic(graph: Graph, ctx: PassContext) -> Traffic:
             found.setdefault((param.fqn, "all_gather"), Counter())[param.shard_numel, spec.dtype] += 1
     for node in reductions(graph):
         param, spec = ctx.params[shard_placeholder(node).name], spec_of(node)
-        if spec.world_size > 1:
-            found.setdefault((param.fqn, "reduce_scatter"), Counter())[param.shard_numel, spec.reduce_dtype] += 1
+        for kind in reduction_kinds(node, ctx):
+            found.setdefault((param.fqn, kind), Counter())[param.shard_numel, spec.reduce_dtype] += 1
     for launch in launches(graph):
         if (carried := collective(launch)) is not None:
             for member in carried.members:
-                found.setdefault((member.fqn, carried.kind), Counter())[member.shard_numel, carried.dtype] += 1
+                found.setdefault((member.fqn, carried.kind), Counter())[member.shard_numel, member.dtype] += 1
     return found
+
+
+def reduction_kinds(node: Node, ctx: PassContext) -> list[Kind]:
+    """The collectives that a reduction becomes."""
+    spec = spec_of(node)
+    kinds: list[Kind] = ["reduce_scatter"] if spec.world_size > 1 else []
+    if spec.replicas > 1 and ctx.flags.settings(ctx.params[shard_placeholder(node).name].unit).all_reduce:
+        kinds.append("all_reduce")
+    return kinds
 
 
 def check_traffic(graph: Graph, ctx: PassContext, before: Traffic) -> None:
@@ -188,10 +199,7 @@ def check_buckets(graph: Graph, ctx: PassContext) -> None:
     seen: dict[str, tuple[Node, object]] = {}
     for node in [*unshards(graph), *reductions(graph)]:
         if "bucket" in node.meta:
-            bucket, key = (
-                node.meta["bucket"][0],
-                (node.target, ctx.params[shard_placeholder(node).name].dtype, replace(spec_of(node), size=())),
-            )
+            bucket, key = node.meta["bucket"][0], bucket_key(node, ctx)
             other, other_key = seen.setdefault(bucket, (node, key))
             if key != other_key:
                 _fail("B1", graph, node, f"bucket {bucket!r} mixes {key} with {other_key} of %{other.name}")
@@ -203,8 +211,9 @@ def check_dtypes(graph: Graph) -> None:
         if (carried := collective(launch)) is not None and val(launch).dtype != carried.dtype:
             _fail("D1", graph, launch, f"moves {val(launch).dtype}, want {carried.dtype}")
     for node in reductions(graph):
-        if val(node).dtype != val(shard_placeholder(node)).dtype:
-            _fail("D1", graph, node, f"gradient is {val(node).dtype}, want {val(shard_placeholder(node)).dtype}")
+        want = val(shard_placeholder(node)).dtype
+        if val(node).dtype != want and "partial" not in node.meta:
+            _fail("D1", graph, node, f"gradient is {val(node).dtype}, want {want}")
 
 
 def random_operators(graph: Graph) -> list[str]:
@@ -230,15 +239,17 @@ def check_reshard(forward: Graph, num_results: int) -> None:
         base = saved
         while isinstance(base, Node) and may_view(base):
             base = base.all_input_nodes[0]
-        if is_call(base, UNSHARD) and spec_of(base).reshard and spec_of(base).world_size > 1:
-            _fail("L1", forward, base, "is kept for backward although its unit reshards after forward")
+        if is_call(base, UNSHARD) and spec_of(base).world_size > 1:
+            _fail("L1", forward, base, "is saved for backward, which is to gather it again or to get it as an argument")
 
 
 def check_reductions(graph: Graph, ctx: PassContext, wanted: frozenset[str]) -> None:
     """R1. `wanted`: FQNs of the parameters whose gradients this program synchronizes."""
     times: Counter[str] = Counter()
     for launch in launches(graph):
-        if (carried := collective(launch)) is not None and carried.kind == "reduce_scatter":
+        carried = collective(launch)
+        # The all-reduce behind a reduce-scatter belongs to the same reduction.
+        if carried is not None and carried.kind != "all_gather" and not carried.bucket.endswith(ALL_REDUCE_BUCKET):
             times.update(member.fqn for member in carried.members)
     for node in reductions(graph):
         times[ctx.params[shard_placeholder(node).name].fqn] += 1

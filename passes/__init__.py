@@ -16,6 +16,7 @@ from typing import Any
 
 from graphshard.passes import (
     apply_flags,
+    apply_residency,
     assign_buckets,
     fold_unshards,
     insert_collectives,
@@ -55,6 +56,7 @@ JOINT = (
 
 PROGRAM = (
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
+    Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True),
     Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
     Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),

@@ -1,13 +1,15 @@
 """Makes one program of a backward graph: what is reduced, what was accumulated before, what has no gradient.
 
-Needs: a backward graph with markers. Leaves: reductions only where gradients are synchronized; one more placeholder
-and one addition for each accumulated gradient; None where no gradient flows; nothing dead.
+Needs: a backward graph with markers. Leaves: reductions only where gradients are synchronized; one more placeholder for
+each gradient accumulated before; None where no gradient flows; nothing dead.
 
     %r = reduce_grad(%g, %s)   ->   unreduced:  return %g
-                                    held:       %t = add(%held_s, %g);  %r = reduce_grad(%t, %s)
+                                    added:      %t = add(%held_s, %g);  %r = reduce_grad(%t, %s)
+                                    partial:    one more placeholder, %partial_s, for the collective to add
                                     undefined:  return None
 
-The order of the sum (earlier gradients first) is that of autograd's accumulation in eager FSDP2.
+The order of the sum (earlier gradients first) is that of autograd's accumulation in eager FSDP2. Without
+`set_requires_all_reduce`, a result is reduced over the shards only and stays in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.fx import Graph, Node
 from graphshard.ir import (
     Builder,
     PassContext,
+    add_placeholder,
     aten,
     output_args,
     output_node,
@@ -29,7 +32,7 @@ from graphshard.ir import (
     val,
 )
 
-HELD_PREFIX = "held_"
+HELD, PARTIAL = "held_", "partial_"
 
 
 @dataclass(frozen=True)
@@ -38,49 +41,78 @@ class FlagsEdit:
 
     Attributes:
         unreduced: names of reductions that go.
-        held: (reduction, whether its gradient is cast before it is added) in argument order.
+        added: (reduction, dtype of the earlier gradient, whether this one is cast before it is added) in argument
+            order.
+        partial: reductions with an earlier partial gradient, in argument order.
+        local: reductions whose result stays partial.
         dead_outputs: positions of results that become None.
     """
 
-    unreduced: tuple[str, ...]
-    held: tuple[tuple[str, bool], ...]
-    dead_outputs: tuple[int, ...]
+    unreduced: tuple[str, ...] = ()
+    added: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    partial: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    dead_outputs: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.unreduced or self.held or self.dead_outputs)
+        return bool(self.unreduced or self.added or self.partial or self.local or self.dead_outputs)
 
 
 def decide(graph: Graph, ctx: PassContext) -> FlagsEdit:
     """Matches the flags with the reductions of this graph."""
     if ctx.direction != "backward":
-        return FlagsEdit((), (), ())
+        return FlagsEdit()
+    flags = ctx.flags
     by_shard = {shard_placeholder(node).name: node for node in reductions(graph)}
-    done = {node.name for node in graph.nodes if node.op == "placeholder" and node.name.startswith(HELD_PREFIX)}
-    held = tuple(
-        (by_shard[name].name, ctx.params[name].adds_in_reduce_dtype)
-        for name in ctx.flags.held
-        if HELD_PREFIX + name not in done
-    )
-    unreduced = tuple(node.name for name, node in by_shard.items() if name in ctx.flags.unreduced)
-    return FlagsEdit(unreduced, held, dead_outputs(graph, ctx.flags.undefined))
-
-
-def dead_outputs(graph: Graph, undefined: frozenset[str]) -> tuple[int, ...]:
-    """Positions of results that depend on `undefined` tangents and on no other tangent: in eager these gradients are
-    None.
-    """
-    if not undefined:
-        return ()
-    # One sweep: whether a value depends on an undefined tangent, and whether on a defined one.
-    reached: dict[Node, tuple[bool, bool]] = {}
-    for node in graph.nodes:
-        sources = [reached[source] for source in node.all_input_nodes]
-        reached[node] = (
-            node.name in undefined or any(absent for absent, _ in sources),
-            (is_tangent(node) and node.name not in undefined) or any(present for _, present in sources),
+    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+    added: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    if not any(name.startswith(HELD) for name in placeholders):
+        added = tuple(
+            (
+                by_shard[name].name,
+                dtype,
+                ctx.params[name].adds_in_reduce_dtype and dtype == _reduce_dtype(by_shard[name]),
+            )
+            for name, dtype in flags.added
         )
-    results = enumerate(output_args(graph))
-    return tuple(i for i, result in results if isinstance(result, Node) and reached[result] == (True, False))
+    local = tuple(
+        node.name
+        for name, node in by_shard.items()
+        if name not in flags.unreduced
+        and spec_of(node).replicas > 1
+        and not flags.settings(ctx.params[name].unit).all_reduce
+        and "partial" not in node.meta
+    )
+    return FlagsEdit(
+        tuple(node.name for name, node in by_shard.items() if name in flags.unreduced),
+        added,
+        tuple(by_shard[name].name for name in flags.partial if PARTIAL + name not in placeholders),
+        local,
+        dead_outputs(graph, flags.undefined, flags.inputs_only),
+    )
+
+
+def dead_outputs(graph: Graph, undefined: frozenset[str], inputs_only: bool = False) -> tuple[int, ...]:
+    """Positions of results that are None in eager.
+
+    They depend on `undefined` tangents and on no other tangent, or are gradients of parameters where `inputs_only`.
+    """
+    dead = set()
+    if inputs_only:
+        reduced = set(reductions(graph))
+        dead = {i for i, result in enumerate(output_args(graph)) if result in reduced}
+    if undefined:
+        # One sweep: whether a value depends on an undefined tangent, and whether on a defined one.
+        reached: dict[Node, tuple[bool, bool]] = {}
+        for node in graph.nodes:
+            sources = [reached[source] for source in node.all_input_nodes]
+            reached[node] = (
+                node.name in undefined or any(absent for absent, _ in sources),
+                (is_tangent(node) and node.name not in undefined) or any(present for _, present in sources),
+            )
+        results = enumerate(output_args(graph))
+        dead |= {i for i, result in results if isinstance(result, Node) and reached[result] == (True, False)}
+    return tuple(sorted(dead))
 
 
 def is_tangent(node: Node) -> bool:
@@ -88,11 +120,22 @@ def is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
+def _reduce_dtype(reduction: Node) -> torch.dtype:
+    return spec_of(reduction).reduce_dtype
+
+
 def apply(graph: Graph, edit: FlagsEdit) -> None:
     """Rewrites the reductions that `edit` names."""
     by_name = {node.name: node for node in graph.nodes}
-    for name, cast_first in edit.held:
-        _add_held(graph, by_name[name], cast_first)
+    for name, dtype, cast_first in edit.added:
+        _add_held(graph, by_name[name], dtype, cast_first)
+    for name in edit.partial:
+        shard = shard_placeholder(by_name[name])
+        add_placeholder(graph, PARTIAL + shard.name, _like(val(shard), _reduce_dtype(by_name[name])))
+    for name in edit.local:
+        node = by_name[name]
+        node.meta["val"] = _like(val(node), _reduce_dtype(node))
+        node.meta["partial"] = True
     for name in edit.unreduced:
         node = by_name[name]
         node.replace_all_uses_with(node.args[0])
@@ -104,14 +147,19 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
         graph.eliminate_dead_code()
 
 
-def _add_held(graph: Graph, reduction: Node, cast_first: bool) -> None:
-    grad, reduce_dtype = reduction.args[0], spec_of(reduction).reduce_dtype
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        placeholder = graph.placeholder(HELD_PREFIX + shard_placeholder(reduction).name)
+def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(value.shape, dtype=dtype, device=value.device)
+
+
+def _add_held(graph: Graph, reduction: Node, dtype: torch.dtype, cast_first: bool) -> None:
+    grad = reduction.args[0]
+    name = HELD + shard_placeholder(reduction).name
+    taken = {node.name for node in graph.nodes if node.op == "placeholder"}
+    while name in taken:  # what calls of this backward left, then what earlier backwards left
+        name += "_"
     value = val(grad)
-    with value.fake_mode:
-        placeholder.meta["val"] = torch.empty(value.shape, dtype=reduce_dtype, device=value.device)
+    placeholder = add_placeholder(graph, name, _like(value, dtype))
     build = Builder(graph, reduction)
-    total = build.call(aten.add.Tensor, placeholder, build.cast(grad, reduce_dtype) if cast_first else grad)
+    total = build.call(aten.add.Tensor, placeholder, build.cast(grad, dtype) if cast_first else grad)
     reduction.update_arg(0, total)

@@ -1,7 +1,7 @@
 """Decides which gathers and which reductions become one collective: one bucket per unit, in FSDP2's parameter order.
 
 Needs: a forward, backward or inference graph with markers. Leaves: ``meta["bucket"]`` on every marker. A bucket has
-one process group, dtype and reshard policy, so a unit with parameters of several dtypes has several buckets.
+one process group; gradients of one bucket have one dtype, gathered parameters of several dtypes share one as bytes.
 
     %a = unshard(%s0)   ->   bucket "gather:layers.0"
     %b = unshard(%s1)   ->   bucket "gather:layers.0"
@@ -12,13 +12,11 @@ Source: FSDP2's parameter groups; the same membership and order gives the same n
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir import PassContext, is_call, reductions, shard_placeholder, spec_of, unshards
-from graphshard.markers import UNSHARD, ShardSpec
+from graphshard.ir import PassContext, bucket_key, reductions, shard_placeholder, unshards
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,10 @@ class BucketsEdit:
 
 def decide(graph: Graph, ctx: PassContext) -> BucketsEdit:
     """Groups the markers that have no bucket yet."""
-    groups: dict[tuple[str, str, torch.dtype, ShardSpec], list[Node]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in [*unshards(graph), *reductions(graph)]:
         if "bucket" not in node.meta:
-            kind = "gather" if is_call(node, UNSHARD) else "reduce"
-            param = ctx.params[shard_placeholder(node).name]
-            groups[kind, param.unit, param.dtype, replace(spec_of(node), size=())].append(node)
+            groups[bucket_key(node, ctx)].append(node)
     names: dict[str, int] = defaultdict(int)
     buckets = []
     for (kind, unit, *_), nodes in groups.items():

@@ -2,11 +2,14 @@
 
 Needs: a graph with launches and waits, no marker. Leaves: a permutation. The first gather is launched at the top; each
 other one when the gather before it has arrived, so that it overlaps the compute of the unit before. A reduce-scatter
-is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at the end.
+is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at the end; an
+all-reduce behind it is launched right then. All-reduces are awaited at the end.
 
     ag0; w0; compute0; ag1; w1; compute1   ->   ag0; w0; ag1; compute0; w1; compute1
 
-Source: FSDP2's implicit forward and backward prefetch (depth 1) and its single reduce-scatter input buffer in flight.
+A unit for which the user chose others to prefetch launches these when it has arrived itself.
+Source: FSDP2's implicit forward and backward prefetch (depth 1), its single reduce-scatter input buffer in flight, and
+`set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
-from graphshard.ir import WAIT, PassContext, collective, is_call, launches, output_node
+from graphshard.emit_reduction import ALL_REDUCE_BUCKET
+from graphshard.ir import WAIT, Collective, PassContext, collective, is_call, launches, output_node
 
 
 @dataclass(frozen=True)
@@ -49,29 +53,69 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     copies_in = {launch: [*roles[found.bucket, "copy_in"], launch] for launch, found in ours}
     copies_out = {launch: [_wait(launch), *roles[found.bucket, "copy_out"]] for launch, found in ours}
 
-    gathers = [launch for launch, found in ours if found.kind == "all_gather"]
-    scatters = [launch for launch, found in ours if found.kind == "reduce_scatter"]
-    moves = _prefetch(graph, [copies_in[launch] for launch in gathers])
-    ends = [copies_in[launch][0] for launch in scatters[1:]] + [output_node(graph)]
-    for launch, end in zip(scatters, ends, strict=False):  # without scatters one end is left
-        group = copies_out[launch]
-        if all(user in group or user.op == "output" for node in group for user in node.users):
-            moves.append(Move(_names(group), "before", end.name))
+    gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
+    moves = _prefetch(graph, [(copies_in[launch], unit) for launch, unit in gathers], ctx)
+    moves += _late_waits(graph, ours, copies_in, copies_out)
     edit = OrderEdit(tuple(moves))
     return edit if new_order(graph, edit) != list(graph.nodes) else OrderEdit(())
 
 
-def _prefetch(graph: Graph, groups: list[list[Node]]) -> list[Move]:
-    """Each gather's copy-in and launch goes right behind the wait of the gather before it, the first one to the top."""
+def _late_waits(
+    graph: Graph,
+    ours: list[tuple[Node, Collective]],
+    copies_in: dict[Node, list[Node]],
+    copies_out: dict[Node, list[Node]],
+) -> list[Move]:
+    end = output_node(graph)
+    reductions = [(launch, found) for launch, found in ours if found.kind != "all_gather"]
+    second = {found.bucket: launch for launch, found in reductions if found.bucket.endswith(ALL_REDUCE_BUCKET)}
+    first = [(launch, found) for launch, found in reductions if found.bucket not in second]
+    moves = []
+    followers: list[Node | None] = [launch for launch, _ in first[1:]]
+    for (launch, found), follower in zip(first, [*followers, None], strict=False):
+        group, behind = copies_out[launch], second.get(found.bucket + ALL_REDUCE_BUCKET)
+        if behind is not None:
+            group = [*group, *copies_in[behind]]
+        # An all-reduce keeps nothing that the gradients themselves would not: it is awaited last.
+        anchor = end if follower is None or found.kind == "all_reduce" else copies_in[follower][0]
+        if _may_move(group, {*group, *(copies_out[behind] if behind is not None else ())}):
+            moves.append(Move(_names(group), "before", anchor.name))
+    for launch in second.values():
+        if _may_move(copies_out[launch], set(copies_out[launch])):
+            moves.append(Move(_names(copies_out[launch]), "before", end.name))
+    return moves
+
+
+def _may_move(group: list[Node], own: set[Node]) -> bool:
+    return all(user in own or user.op == "output" for node in group for user in node.users)
+
+
+def _prefetch(graph: Graph, groups: list[tuple[list[Node], str]], ctx: PassContext) -> list[Move]:
+    """Where each gather's copy-in and launch go: the first to the top, any other one behind the wait of another."""
+    names = [unit for _, unit in groups]
+    chosen = [_chosen(ctx, unit) for unit in names]
+    behind: dict[int, int] = {}  # gather -> the gather whose arrival launches it
+    for i, units in enumerate(chosen):
+        for unit in units:
+            for later in (j for j in range(i + 1, len(names)) if names[j] == unit and j not in behind):
+                behind[later] = i
     moves: list[Move] = []
     top = next((node for node in graph.nodes if node.op != "placeholder"), None)
-    anchor, where = top, "before"
-    for group in groups:
+    for i, (group, _) in enumerate(groups):
+        if i not in behind and i > 0:
+            if ctx.direction == "backward" and chosen[i - 1]:
+                continue  # as in FSDP2, a choice replaces what would be prefetched there in backward
+            behind[i] = i - 1
+        anchor = top if i == 0 else _wait(groups[behind[i]][0][-1])
         sources = {source for node in group for source in node.all_input_nodes} - set(group)
         if anchor is not None and all(source.op == "placeholder" for source in sources) and anchor not in group:
-            moves.append(Move(_names(group), "before" if where == "before" else "after", anchor.name))
-        anchor, where = _wait(group[-1]), "after"
+            moves.append(Move(_names(group), "before" if i == 0 else "after", anchor.name))
     return moves
+
+
+def _chosen(ctx: PassContext, unit: str) -> tuple[str, ...]:
+    settings = ctx.flags.settings(unit)
+    return settings.backward_prefetch if ctx.direction == "backward" else settings.forward_prefetch
 
 
 def _names(nodes: list[Node]) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
-"""Tells the partitioner, for each gathered parameter, to save it for backward or to gather it again there.
+"""Tells the partitioner to gather parameters again in backward, never to save what was gathered.
 
-Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged by its own spec. Without a tag the
-partitioner would save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
+Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged. Without a tag the partitioner would
+save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
 
-    %a = unshard(%s, '...|reshard')   ->   the same, meta["recompute"] = MUST_RECOMPUTE
+    %a = unshard(%s, ...)   ->   the same, meta["recompute"] = MUST_RECOMPUTE
 
-With one rank nothing is gathered: unsharding again costs a cast at most, saving it costs memory.
+Whether a unit reshards after forward is a flag that may change between two steps, so it must not shape a graph: what
+stays gathered is handed from the forward program to the backward program as an argument of both (see `apply_flags`).
 """
 
 from __future__ import annotations
@@ -15,35 +16,30 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from graphshard.compat import tag_reshard
-from graphshard.ir import PassContext, spec_of, unshards
+from graphshard.ir import PassContext, unshards
+
+_DONE = "reshard_tagged"
 
 
 @dataclass(frozen=True)
 class ReshardEdit:
-    """Names of unshards whose value is gathered again in backward, and of those that are saved."""
+    """Names of unshards to tag."""
 
     again: tuple[str, ...]
-    save: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.again or self.save)
+        return bool(self.again)
 
 
 def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
-    """Reads each marker's own policy."""
-    again: list[str] = []
-    save: list[str] = []
-    for node in unshards(graph):
-        if "reshard_tagged" not in node.meta:
-            spec = spec_of(node)
-            (again if spec.reshard or spec.world_size == 1 else save).append(node.name)
-    return ReshardEdit(tuple(again), tuple(save))
+    """Finds the unshards that are not tagged yet."""
+    return ReshardEdit(tuple(node.name for node in unshards(graph) if _DONE not in node.meta))
 
 
 def apply(graph: Graph, edit: ReshardEdit) -> None:
     """Tags what `edit` names."""
-    again, save = set(edit.again), set(edit.save)
+    again = set(edit.again)
     for node in unshards(graph):
-        if node.name in again or node.name in save:
-            tag_reshard(node, reshard=node.name in again)
-            node.meta["reshard_tagged"] = True
+        if node.name in again:
+            tag_reshard(node)
+            node.meta[_DONE] = True

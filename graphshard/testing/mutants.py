@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from graphshard import driver
-from graphshard.passes.apply_flags import HELD_PREFIX
+from graphshard.passes.apply_flags import HELD
 
 _COLLECTIVE = torch.ops._c10d_functional
 
@@ -107,7 +107,7 @@ def lose_accumulations(gm: fx.GraphModule) -> int:
 
     `%t = add(%held_s, %g)` -> `%g`.
     """
-    held = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name.startswith(HELD_PREFIX)]
+    held = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name.startswith(HELD)]
     sums = [node for placeholder in held for node in placeholder.users]
     for node in sums:
         (fresh,) = (operand for operand in node.all_input_nodes if operand not in held)

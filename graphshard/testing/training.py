@@ -254,10 +254,12 @@ def _compare_observations(run: TrainingRun, reference: TrainingRun, tolerance: T
         compare_named(got.parameters, want.parameters, tolerance=tolerance, where=where)
     labels = [[label for label, _ in kept.notes] for kept in (run, reference)]
     if labels[0] != labels[1]:
-        got, want = next(pair for pair in itertools.zip_longest(*labels) if pair[0] != pair[1])
-        raise ParityError(f"rank {run.rank}: noted {got!r} under {run.backend!r}, want {want!r} as under eager FSDP2")
-    for (label, ours), (_, theirs) in zip(run.notes, reference.notes, strict=True):
-        compare_nested(ours, theirs, tolerance=tolerance, where=Where(label, step=None, rank=run.rank))
+        ours, theirs = next(pair for pair in itertools.zip_longest(*labels) if pair[0] != pair[1])
+        raise ParityError(
+            f"rank {run.rank}: noted {ours!r} under {run.backend!r}, want {theirs!r} as under eager FSDP2"
+        )
+    for (label, got_value), (_, want_value) in zip(run.notes, reference.notes, strict=True):
+        compare_nested(got_value, want_value, tolerance=tolerance, where=Where(label, step=None, rank=run.rank))
     for (label, counted), (its_label, eager) in zip(run.counts, reference.counts, strict=True):
         assert label == its_label
         try:

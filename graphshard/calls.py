@@ -1,0 +1,98 @@
+"""Calls of regions between forward and backward: what a backward must know of its own call and of the others."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from graphshard.compat import accumulates_into, compiled_function_node, keeps_graph, will_run
+from graphshard.dispatch import Binding
+from graphshard.shards import Shard
+
+
+class Call:
+    """One call of a region, from its forward to its backward. The node of autograd's graph owns it.
+
+    Attributes:
+        binding: its shards.
+        node: weakly, the node.
+    """
+
+    def __init__(self, binding: Binding, node: Any) -> None:
+        self.binding = binding
+        self.node = weakref.ref(node)
+
+    def follows(self) -> bool:
+        """Whether the running backward reaches this call."""
+        node = self.node()
+        return node is not None and will_run(node)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What the running backward asks of one call.
+
+    Attributes:
+        absent: whether each tangent has no gradient.
+        again: shards that a later call of the same backward uses too.
+        inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
+    """
+
+    absent: tuple[bool, ...] = ()
+    again: frozenset[Shard] = field(default_factory=frozenset)
+    inputs_only: bool = False
+
+
+class Calls:
+    """The calls of one region.
+
+    Args:
+        live: all calls of the model whose backward is still to come.
+        region: number of the region.
+    """
+
+    def __init__(self, live: weakref.WeakSet[Call], region: int) -> None:
+        self._live = live
+        self._region = region
+        self._local = threading.local()  # autograd runs a device's backward in a thread of its own
+
+    def begin(self, binding: Binding) -> None:
+        """Is told the shards of the forward that runs now."""
+        self._local.binding = binding
+
+    def watch(self, results: Sequence[Any]) -> None:
+        """Watches the autograd node behind a call's results."""
+        outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
+        node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
+        binding: Binding | None = self._local.__dict__.pop("binding", None)
+        if node is not None:
+            numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
+            call = Call(binding or Binding(()), node)
+            self._live.add(call)
+            node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
+
+    def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int], call: Call) -> None:
+        if keeps_graph():
+            raise RuntimeError(
+                f"backward: got retain_graph=True or create_graph=True for compiled region {self._region}, "
+                "which frees what forward saved. "
+                "Add the losses and call backward once, or run this model under `with graphshard.eager(model):`"
+            )
+        self._live.discard(call)
+        binding, again = call.binding, frozenset[Shard]()
+        for other in self._live:
+            if (shared := binding.overlap(other.binding)) and not shared <= again and other.follows():
+                again |= shared
+        leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
+        inputs_only = leaf is not None and not accumulates_into(leaf)
+        self._local.backward = Backward(tuple(grads[i] is None for i in numbers), again, inputs_only)
+
+    def backward(self) -> Backward:
+        """What the backward that runs now asks, as its node has seen just before."""
+        found: Backward | None = self._local.__dict__.pop("backward", None)
+        return found or Backward()

@@ -1,0 +1,215 @@
+"""Which program a call needs: from what shards hold and what users have set, as it stands when the program runs.
+
+A call's state is a small key of integers and settings; the flags of a program, and which tensors go in and come out for
+them, are worked out once per key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.fsdp2 import Unit
+from graphshard.ir import Flags
+from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Shard
+
+# What becomes of a unit's gathered parameters behind a program.
+RESHARD, KEEP, TO_POST_FORWARD = 0, 1, 2
+# In a slot's state, beside the bits of its shard: whether the same backward will run another call that uses it, and
+# whether this call gives it a gradient.
+AGAIN, REACHED = 32, 64
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """One unit in one call.
+
+    Attributes:
+        settings: of the unit.
+        behind: `RESHARD`, `KEEP` or `TO_POST_FORWARD`.
+        reduces: whether its gradients are reduced.
+        post_forward: (number of shards, group) after forward, where that is another group than the unit's own.
+        slots: state of each slot of the unit; empty if nothing is held and no other call follows.
+    """
+
+    settings: UnitSettings
+    behind: int
+    reduces: bool
+    post_forward: tuple[int, str] | None
+    slots: tuple[int, ...]
+
+
+class Binding:
+    """The shards that one call of a region brings, in slot order, and their grouping into units.
+
+    Equal blocks share a region; `grouping` says whether they also share a program: (ordinal of the unit, index in it)
+    per slot.
+    """
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        ordinals: dict[int, int] = {}
+        self.shards = shards
+        self.grouping = tuple((ordinals.setdefault(id(shard.unit), len(ordinals)), shard.index) for shard in shards)
+        self.units: list[Unit] = list({id(shard.unit): shard.unit for shard in shards}.values())
+        self.slots: list[list[int]] = [[] for _ in self.units]
+        for slot, (ordinal, _) in enumerate(self.grouping):
+            self.slots[ordinal].append(slot)
+        self._own = {unit.name: ordinal for ordinal, unit in enumerate(self.units)}
+        self.overlaps: dict[int, frozenset[Shard]] = {}  # id of another binding -> trainable shards of both
+
+    def overlap(self, other: Binding) -> frozenset[Shard]:
+        """Trainable shards of both."""
+        if (found := self.overlaps.get(id(other))) is None:
+            trainable = (shard for shard in self.shards if shard.leaf.requires_grad)
+            found = self.overlaps[id(other)] = frozenset(trainable) & frozenset(other.shards)
+        return found
+
+    def key(self, states: Sequence[UnitState]) -> tuple[object, ...]:
+        """What programs of equal blocks have in common: units by ordinal, not by name."""
+        return tuple(
+            state
+            if not (state.settings.forward_prefetch or state.settings.backward_prefetch)
+            else (
+                state,
+                self._ordinals(state.settings.forward_prefetch),
+                self._ordinals(state.settings.backward_prefetch),
+            )
+            for state in states
+        )
+
+    def _ordinals(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(self._own[name] for name in names if name in self._own)
+
+
+@dataclass
+class Plan:
+    """Flags of a program and the slots that they are about, in the order of the extra arguments and results.
+
+    Attributes:
+        flags: of the program.
+        resident, rejoined, kept, resharded: slots.
+        ranks: units whose place in their post-forward group is an argument.
+        added: (slot, whether the pending sum is added, not what is held).
+        partial: slots.
+        unreduced: (slot, position of its gradient among the results) that go into what is held.
+        again: the same, into the pending sum.
+        local: the same, into what is partial.
+        dropped: slots whose gathered value is not needed behind the program.
+    """
+
+    flags: Flags = field(default_factory=Flags)
+    resident: list[int] = field(default_factory=list)
+    rejoined: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    resharded: list[int] = field(default_factory=list)
+    ranks: list[Unit] = field(default_factory=list)
+    added: list[tuple[int, bool]] = field(default_factory=list)
+    partial: list[int] = field(default_factory=list)
+    unreduced: list[tuple[int, int]] = field(default_factory=list)
+    again: list[tuple[int, int]] = field(default_factory=list)
+    local: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+
+    def extra_args(self, shards: Sequence[Shard]) -> list[Any]:
+        """Arguments behind the graph's own."""
+        args: list[Any] = [shards[slot].full for slot in self.resident]
+        args += [shards[slot].post_forward for slot in self.rejoined]
+        args += [_rank(unit) for unit in self.ranks]
+        args += [shards[slot].pending if pending else shards[slot].held for slot, pending in self.added]
+        return args + [shards[slot].partial for slot in self.partial]
+
+
+def _rank(unit: Unit) -> Tensor:
+    return torch.tensor([unit.post_forward_rank], device=unit.device)
+
+
+def make_plan(
+    names: Sequence[str],
+    gathered: frozenset[int],
+    reduced: dict[int, int],
+    binding: Binding,
+    states: Sequence[UnitState],
+    undefined: frozenset[str] = frozenset(),
+    inputs_only: bool = False,
+) -> Plan:
+    """Works out what a program must do for one state.
+
+    Args:
+        names: placeholder of the shard in each slot.
+        gathered: slots that the graph gathers.
+        reduced: slot -> position among the results of its gradient, in a backward graph.
+        binding: an example of a call.
+        states: of its units.
+        undefined: tangents without a gradient.
+        inputs_only: no parameter gets a gradient.
+    """
+    plan = Plan()
+    for unit, slots, state in zip(binding.units, binding.slots, states, strict=True):
+        bits = dict(zip(slots, state.slots or (REACHED,) * len(slots), strict=True))
+        for slot in slots:
+            if slot in gathered and not binding.shards[slot].is_whole:
+                _place(plan, slot, bits[slot], state.behind)
+            if bits[slot] & (RESIDENT | POST_FORWARD) and not bits[slot] & AGAIN and state.behind == RESHARD:
+                plan.dropped.append(slot)
+            if slot in reduced and bits[slot] & REACHED and not inputs_only:
+                _reduce(plan, slot, reduced[slot], bits[slot], state, unit)
+        if any(slot in plan.resharded for slot in slots):
+            plan.ranks.append(unit)
+    shards = binding.shards
+    plan.flags = Flags(
+        resident=tuple(names[slot] for slot in plan.resident),
+        rejoined=tuple(names[slot] for slot in plan.rejoined),
+        kept=tuple(names[slot] for slot in plan.kept),
+        resharded=tuple(names[slot] for slot in plan.resharded),
+        unreduced=frozenset(names[slot] for slot, _ in (*plan.unreduced, *plan.again)),
+        added=tuple((names[slot], _added_dtype(shards[slot], pending)) for slot, pending in plan.added),
+        partial=tuple(names[slot] for slot in plan.partial),
+        undefined=undefined,
+        inputs_only=inputs_only,
+        units=tuple(
+            (unit.name, state.settings)
+            for unit, state in zip(binding.units, states, strict=True)
+            if state.settings != DEFAULT_SETTINGS
+        ),
+    )
+    return plan
+
+
+def _place(plan: Plan, slot: int, bits: int, behind: int) -> None:
+    if bits & RESIDENT:
+        plan.resident.append(slot)
+        return
+    if bits & POST_FORWARD:
+        plan.rejoined.append(slot)
+    if behind == KEEP:
+        plan.kept.append(slot)
+    elif behind == TO_POST_FORWARD and not bits & POST_FORWARD:
+        plan.resharded.append(slot)
+
+
+def _reduce(plan: Plan, slot: int, position: int, bits: int, state: UnitState, unit: Unit) -> None:
+    if bits & AGAIN:
+        plan.again.append((slot, position))
+        return
+    if bits & PENDING:
+        plan.added.append((slot, True))
+    if not state.reduces:
+        plan.unreduced.append((slot, position))
+        return
+    if bits & HELD:
+        plan.added.append((slot, False))
+    if bits & PARTIAL:
+        plan.partial.append(slot)
+    if not state.settings.all_reduce:
+        plan.local.append((slot, position))
+
+
+def _added_dtype(shard: Shard, pending: bool) -> torch.dtype:
+    earlier = shard.pending if pending else shard.held
+    assert earlier is not None
+    return earlier.dtype

@@ -1,0 +1,31 @@
+"""The state that FSDP2 keeps, read: with `compat`, the only code that knows private names of torch (2.11 to 2.15).
+
+FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. Nothing here writes that
+state; the forward hooks are taken off and put back at the very place where FSDP2 had registered them.
+"""
+
+from graphshard.fsdp2.models import (
+    ForwardHooks,
+    annotation_mesh,
+    find_units,
+    is_annotated,
+    lazy_init,
+    parameter_names,
+    replicate,
+    unit_modules,
+)
+from graphshard.fsdp2.params import ShardedParam
+from graphshard.fsdp2.units import Unit
+
+__all__ = [
+    "ForwardHooks",
+    "ShardedParam",
+    "Unit",
+    "annotation_mesh",
+    "find_units",
+    "is_annotated",
+    "lazy_init",
+    "parameter_names",
+    "replicate",
+    "unit_modules",
+]

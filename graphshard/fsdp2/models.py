@@ -1,0 +1,187 @@
+"""The units of an annotated model, and FSDP2's hooks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+
+from graphshard.fsdp2.params import ShardedParam
+from graphshard.fsdp2.units import Unit
+
+_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+
+
+def is_annotated(model: nn.Module) -> bool:
+    """Whether `fully_shard` or `replicate` was applied to `model` or to a module inside it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh, policies: dict[str, Any]) -> None:
+    """Annotates `module` by torch's composable `replicate`, FSDP2's data parallelism without sharding."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    torch_replicate(module, mesh=mesh, **policies)
+
+
+def annotation_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh of the first annotated module that has parameters, or None."""
+    for _, _, raw in _raw_groups(model):
+        mesh: DeviceMesh = raw.mesh_info.mesh
+        return mesh
+    return None
+
+
+def unit_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that `fully_shard` was called on, in `named_modules()` order."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Units of an annotated model in `named_modules()` order, those without parameters left out.
+
+    A call of `fully_shard` whose parameters are on several meshes makes several units, `layers.0`, `layers.0#1`, ...
+    """
+    units: list[Unit] = []
+    for name, state, raw in _raw_groups(model):
+        number = sum(key == id(state) for key in (unit.state_id for unit in units))
+        units.append(Unit(raw, state, f"{name}#{number}" if number else name))
+    names: dict[int, list[str]] = {}
+    for unit in units:
+        names.setdefault(unit.state_id, []).append(unit.name)
+        unit.names = names
+    return units
+
+
+def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[str]:
+    """FQN of each of `params`, the first of its names if it is tied, whether it is registered as its shard or in full.
+
+    Checkpoint wrappers leave no trace.
+    """
+    modules = {id(module): name for name, module in model.named_modules()}
+    names = []
+    for param in params:
+        module, name = param.owners[0]
+        prefix = modules[id(module)]
+        names.append((f"{prefix}.{name}" if prefix else name).replace(_WRAPPER_PREFIX, ""))
+    return names
+
+
+def lazy_init(model: nn.Module) -> None:
+    """Runs FSDP2's own lazy initialization, for the outermost annotated modules first.
+
+    Raises:
+        RuntimeError: FSDP2's, when parameters are still on the meta device.
+        ValueError: FSDP2's, when two units share a parameter.
+    """
+    for state in _states(model).values():
+        if state._is_root is None:
+            state._lazy_init()
+
+
+def _states(model: nn.Module) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            if id(state) not in seen:  # one state serves every module of a list of modules
+                seen.add(id(state))
+                states[name.replace(_WRAPPER_PREFIX, "")] = state
+    return states
+
+
+def _raw_groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    for name, state in _states(model).items():
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 on
+        if groups is None:
+            groups = [state._fsdp_param_group]  # torch 2.11
+        for raw in groups:
+            if raw is not None and raw.fsdp_params:
+                yield name, state, raw
+
+
+@dataclass
+class _Slot:
+    place: Any  # the OrderedDict of a module's hooks, or a module's __dict__
+    key: int | str
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+
+
+# Pre-forward and post-forward hook of a unit's mixed-precision policy.
+CastHooks = Callable[[MixedPrecisionPolicy], tuple[Callable[..., Any], Callable[..., Any]]]
+# (method, pre-forward hook, post-forward hook) -> the method as the compiled model calls it.
+MakeMethod = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+
+
+class ForwardHooks:
+    """FSDP2's forward hooks of a model: off while it runs compiled, on for FSDP2's own engine.
+
+    While one is off, a hook that can be traced stands at its place, between the hooks of users: it does the casts of
+    the unit's mixed-precision policy, or nothing. Likewise for methods of `register_fsdp_forward_method`.
+
+    Args:
+        model: the annotated model.
+        cast_hooks: gets a unit's policy.
+        make_method: gets a registered method.
+    """
+
+    def __init__(self, model: nn.Module, cast_hooks: CastHooks, make_method: MakeMethod) -> None:
+        self._model = model
+        self._cast_hooks = cast_hooks
+        self._make_method = make_method
+        self._slots: list[_Slot] = []
+        for state in _states(model).values():
+            pre, post = cast_hooks(state._mp_policy)
+            handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+            if handles[0] is handles[1]:  # a list of modules: one handle holds the pre-hooks, then the post-hooks
+                singles = handles[0].handles
+                half = len(singles) // 2
+                pairs = [(h, pre) for h in singles[:half]] + [(h, post) for h in singles[half:]]
+            else:
+                pairs = [(handles[0], pre), (handles[1], post)]
+            for handle, replacement in pairs:
+                hooks = handle.hooks_dict_ref()
+                self._slots.append(_Slot(hooks, handle.id, hooks[handle.id], replacement))
+        self._attached = True
+
+    def detach(self) -> None:
+        """Takes FSDP2's hooks off; casts stay, as hooks that can be traced."""
+        self._attached = False
+        self.find_methods()
+        for slot in self._slots:
+            slot.place[slot.key] = slot.replacement
+
+    def attach(self) -> None:
+        """Puts FSDP2's hooks back where they were."""
+        self._attached = True
+        for slot in self._slots:
+            slot.place[slot.key] = slot.original
+
+    def find_methods(self) -> None:
+        """Takes over methods that `register_fsdp_forward_method` has wrapped since the last look."""
+        for module in unit_modules(self._model):
+            for name, value in list(vars(module).items()):
+                function = getattr(value, "__func__", None)
+                if getattr(function, "__code__", None) is not _WRAPPED_METHOD:
+                    continue
+                hooks = self._cast_hooks(module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
+                method = self._make_method(value.__wrapped__, *hooks)
+                slot = _Slot(vars(module), name, value, MethodType(method, module))
+                self._slots.append(slot)
+                if not self._attached:
+                    slot.place[slot.key] = slot.replacement
+
+
+# The code that every method wrapped by `register_fsdp_forward_method` runs.
+_WRAPPED_METHOD = next(
+    code
+    for code in register_fsdp_forward_method.__code__.co_consts
+    if isinstance(code, CodeType) and code.co_name == "wrapped_method"
+)

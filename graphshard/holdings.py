@@ -1,0 +1,187 @@
+"""What outlives programs: gathered parameters that stay, gradients that are not reduced yet, and when both end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import UnshardHandle
+
+from graphshard.calls import Call
+from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD
+from graphshard.fsdp2 import Unit
+from graphshard.shards import Shard
+from graphshard.unit_programs import Gather, UnitPrograms
+
+
+class Holdings:
+    """What the shards of one model hold between programs.
+
+    Attributes:
+        active: units of which some shard holds something, or did lately.
+        touched: units that the running forward used.
+        calls: calls of regions whose backward is still to come.
+    """
+
+    def __init__(self, programs: UnitPrograms) -> None:
+        self.active: set[Unit] = set()
+        self.touched: set[Unit] = set()
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._programs = programs
+        self._shards: dict[Unit, list[Shard]] = {}
+        self._gathers: dict[Unit, tuple[Gather, list[Shard]]] = {}  # under way
+        self._partial: frozenset[Unit] = frozenset()
+        self._partial_of: dict[int, frozenset[Unit]] = {}
+
+    def install(self, shards: Iterable[Shard]) -> None:
+        """Takes over shards, new or renewed."""
+        self._shards = {}
+        for shard in shards:
+            self._shards.setdefault(shard.unit, []).append(shard)
+        self._programs.clear()
+
+    # -- by hand
+
+    def unshard(self, units: Iterable[Unit]) -> UnshardHandle:
+        """Launches the gather of what is not gathered yet."""
+        units = list(units)
+        for unit in units:
+            missing = [shard for shard in self._shards[unit] if shard.full is None and not shard.is_whole]
+            if missing and unit not in self._gathers:
+                self._gathers[unit] = (self._programs.launch_gather(missing), missing)
+        return _Handle(self, units)
+
+    def finish(self, units: Iterable[Unit]) -> None:
+        """Waits for gathers under way; the parameters stay."""
+        for unit in units:
+            if (found := self._gathers.pop(unit, None)) is not None:
+                gather, shards = found
+                for shard, full in zip(shards, gather.wait(), strict=True):
+                    shard.stay(full)
+            self.active.add(unit)
+
+    def finish_gathers(self, units: Sequence[Unit]) -> None:
+        """Waits for those of `units` that are under way: a program is about to use them."""
+        if self._gathers:
+            self.finish([unit for unit in units if unit in self._gathers])
+
+    def stay_whole(self, units: Iterable[Unit]) -> None:
+        """Registers, gathered, what is whole on this rank."""
+        for unit in units:
+            for shard in self._shards[unit]:
+                if shard.is_whole:
+                    shard.stay_whole()
+                    self.active.add(unit)
+
+    def reshard(self, units: Iterable[Unit]) -> None:
+        """Frees what stays gathered."""
+        for unit in units:
+            if (found := self._gathers.pop(unit, None)) is not None:
+                found[0].wait()
+            for shard in self._shards.get(unit, ()):
+                shard.reshard()
+
+    def reshard_all(self) -> None:
+        """Frees all that stays gathered."""
+        self.reshard(list(self._shards))
+
+    def reset(self) -> None:
+        """Forgets what a failed step left behind."""
+        self.reshard_all()
+        for shards in self._shards.values():
+            for shard in shards:
+                shard.drop_grads()
+        self.calls.clear()
+        self.active.clear()
+
+    # -- forward
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """A call of `module` begins."""
+        self.touched.clear()
+        if (partial := self._partial_of.get(id(module))) is None:
+            partial = self._partial_of[id(module)] = self._partly_inside(module)
+        self._partial = partial
+        for unit in self._shards:
+            if unit.reduce_unused:
+                # Ranks may use other parameters of it than this one: all take part in one gather of the whole.
+                self.unshard([unit]).wait()
+
+    def _partly_inside(self, module: nn.Module) -> frozenset[Unit]:
+        """Units of a list of modules of which a call of `module` runs some: they stay gathered, as FSDP2 waits for the
+        others.
+        """
+        inside = {id(inner) for inner in module.modules()}
+        states = {unit.state_id for unit in self._shards if any(own is module for own in unit.modules)}
+        found = set()
+        for unit in self._shards:
+            ran = [id(own) in inside for own in unit.modules]
+            # The call of another unit's module ends what is incomplete inside.
+            if len(ran) > 1 and any(ran) and not all(ran) and (not states or unit.state_id in states):
+                found.add(unit)
+        return frozenset(found)
+
+    def behind_forward(self, unit: Unit) -> int:
+        """What becomes of a unit's gathered parameters behind the running forward."""
+        if not unit.reshard_after_forward or unit in self._partial or unit.reduce_unused:
+            return KEEP
+        return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
+
+    def end_forward(self) -> None:
+        """The outermost call ends."""
+        for unit in self.touched:
+            behind = self.behind_forward(unit)
+            if behind == KEEP:
+                self.stay_whole([unit])
+            elif unit in self.active:
+                for shard in self._shards[unit]:
+                    if shard.full is not None and behind == RESHARD:
+                        shard.reshard()
+        self.touched.clear()
+
+    # -- backward
+
+    def end_backward(self) -> None:
+        """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay."""
+        for unit in [unit for unit in self._shards if unit in self.active or unit.reduce_unused]:
+            shards = self._shards[unit]
+            for shard in shards:
+                if shard.pending is not None:
+                    shard.hold(shard.pending, shared=True)
+                    shard.pending = None
+            if unit.reduce_grads:
+                self._reduce(unit, shards)
+            if unit.reshard_after_backward:
+                self.reshard([unit])
+                if not any(shard.bits for shard in shards):
+                    self.active.discard(unit)
+
+    def _reduce(self, unit: Unit, shards: Sequence[Shard]) -> None:
+        settled = unit.settings().all_reduce
+        left = [shard for shard in shards if shard.held is not None or (settled and shard.partial is not None)]
+        if unit.reduce_unused:
+            left = [shard for shard in shards if shard.leaf.requires_grad]
+        if left:
+            self._programs.reduce(unit, left)
+
+    def unreduced(self) -> list[str]:
+        """FQNs of the parameters whose gradients are held."""
+        return [
+            shard.fqn
+            for unit in self.active
+            for shard in self._shards.get(unit, ())
+            if shard.held is not None or shard.partial is not None
+        ]
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, holdings: Holdings, units: list[Unit]) -> None:
+        self._holdings = holdings
+        self._units = units
+
+    def wait(self) -> None:
+        """Waits, and registers the gathered parameters."""
+        self._holdings.finish(self._units)
+        self._holdings.stay_whole(self._units)
+        self._units = []

@@ -1,0 +1,89 @@
+"""Gathers of single parameters outside any program, or for a graph that runs uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.report import ProgramRecord
+from graphshard.shards import Shard
+from graphshard.unit_programs import UnitPrograms
+
+
+class OutsideGathers:
+    """Gathers one parameter at a time, once per forward.
+
+    Args:
+        programs: make and count the collectives.
+        backward_runs: is called by each backward.
+    """
+
+    def __init__(self, programs: UnitPrograms, backward_runs: Callable[[], None]) -> None:
+        self._programs = programs
+        self._backward_runs = backward_runs
+        self._gathered: dict[tuple[int, bool], Tensor] = {}
+
+    def clear(self) -> None:
+        """Frees what was gathered: the forward has ended."""
+        self._gathered.clear()
+
+    def gather(
+        self, shard: Shard, keep: bool, forward: ProgramRecord | None = None, backward: ProgramRecord | None = None
+    ) -> Tensor:
+        """One parameter, full size.
+
+        Args:
+            shard: the parameter.
+            keep: serve it again until `clear`.
+            forward: counts its gathers; None: a record of its own does.
+            backward: counts its reductions likewise.
+        """
+        key = (id(shard), torch.is_grad_enabled())
+        if (full := self._gathered.get(key)) is None:
+            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
+            full = gathered
+            if keep:
+                self._gathered[key] = full
+        return full
+
+    def run_forward(self, shard: Shard, record: ProgramRecord | None) -> Tensor:
+        """Gathers, or takes what stays gathered."""
+        if shard.full is not None:
+            return shard.full.view_as(shard.full)
+        return self._programs.launch_gather([shard], record).wait()[0]
+
+    def run_backward(self, shard: Shard, grad: Tensor, record: ProgramRecord | None) -> None:
+        """Does with a gradient what the flags say now."""
+        self._backward_runs()
+        shard.hold(grad, shared=True)
+        if shard.unit.reduce_grads and not shard.unit.reduce_unused:
+            if record is None:
+                shard.report.eager_reductions[shard.fqn] += 1
+            self._programs.reduce(shard.unit, [shard], record)
+
+
+class _Gather(torch.autograd.Function):
+    """A gather whose backward follows the run-time flags like a program does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        shard: Shard,
+        gathers: OutsideGathers,
+        forward: ProgramRecord | None,
+        backward: ProgramRecord | None,
+    ) -> Tensor:
+        ctx.state = (shard, gathers, backward)
+        if forward is None:
+            shard.report.eager_unshards[shard.fqn] += 1
+        return gathers.run_forward(shard, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shard, gathers, record = ctx.state
+        gathers.run_backward(shard, grads[0], record)
+        return None, None, None, None, None

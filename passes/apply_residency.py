@@ -1,0 +1,129 @@
+"""Takes what is gathered already as an argument, and hands out what is to stay gathered.
+
+Needs: a forward, backward or inference graph with markers, duplicates folded. Leaves: an unshard only where this
+program has to gather.
+
+    %a = unshard(%s)   ->   resident:   %a is a new placeholder
+                            rejoined:   %a = unshard(%post_s), over the smaller group
+                            kept:       the same; %a is one more result
+                            resharded:  the same; %p = index_select(view(%a, [K, -1]), 0, %rank) is one more result
+
+New placeholders and results stand behind the graph's own, in the order of the flags. The rank inside the smaller group
+is an argument: graphs are the same on every rank.
+Source: FSDP2's `reshard_after_forward` (False; an int: shards over a smaller group) and `unshard()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from graphshard.emit_reduction import rows_of
+from graphshard.ir import (
+    Builder,
+    PassContext,
+    add_placeholder,
+    aten,
+    output_args,
+    output_node,
+    shard_placeholder,
+    spec_of,
+    unshards,
+    val,
+)
+from graphshard.markers import UNSHARD, padded_shape
+
+RESIDENT, REJOINED, RANK = "resident_", "post_", "rank_in_"
+
+
+@dataclass(frozen=True)
+class ResidencyEdit:
+    """Unshards by name, each with what it needs.
+
+    Attributes:
+        resident: (unshard, its shard).
+        rejoined: (unshard, its shard, number of post-forward shards, their group).
+        kept: unshards.
+        resharded: (unshard, number of post-forward shards, their group).
+    """
+
+    resident: tuple[tuple[str, str], ...]
+    rejoined: tuple[tuple[str, str, int, str], ...]
+    kept: tuple[str, ...]
+    resharded: tuple[tuple[str, int, str], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.resident or self.rejoined or self.kept or self.resharded)
+
+
+def decide(graph: Graph, ctx: PassContext) -> ResidencyEdit:
+    """Matches the flags with the unshards of this graph."""
+    flags = ctx.flags
+    by_shard = {shard_placeholder(node).name: node for node in unshards(graph)}
+    results = set(output_args(graph))
+    done = any(node.op == "placeholder" and node.name.startswith(RANK) for node in graph.nodes)
+
+    def post_forward(name: str) -> tuple[int, str]:
+        found = ctx.params[name].post_forward
+        assert found is not None, name
+        return found
+
+    return ResidencyEdit(
+        tuple((by_shard[name].name, name) for name in flags.resident if name in by_shard),
+        tuple((by_shard[name].name, name, *post_forward(name)) for name in flags.rejoined if name in by_shard),
+        tuple(by_shard[name].name for name in flags.kept if by_shard[name] not in results),
+        () if done else tuple((by_shard[name].name, *post_forward(name)) for name in flags.resharded),
+    )
+
+
+def apply(graph: Graph, edit: ResidencyEdit) -> None:
+    """Rewrites the unshards that `edit` names."""
+    by_name = {node.name: node for node in graph.nodes}
+    for name, shard in edit.resident:
+        node = by_name[name]
+        value = val(node)
+        with value.fake_mode:
+            gathered = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        placeholder = add_placeholder(graph, RESIDENT + shard, gathered)
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+    for name, shard, count, group in edit.rejoined:
+        _rejoin(graph, by_name[name], REJOINED + shard, count, group)
+    results = [by_name[name] for name in edit.kept]
+    if edit.resharded:
+        ranks = _ranks(graph, edit, val(by_name[edit.resharded[0][0]]))
+        results += [_reshard(graph, by_name[name], ranks[group], count) for name, count, group in edit.resharded]
+    if results:
+        output_node(graph).args = ((*output_args(graph), *results),)
+
+
+def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> None:
+    spec = replace(spec_of(node), world_size=count, group=group, device="")
+    value = val(node)
+    with value.fake_mode:
+        numel = torch.Size(padded_shape(spec.size, count, spec.dim)).numel() // count
+        shard = torch.empty(numel, dtype=value.dtype, device=value.device)
+    placeholder = add_placeholder(graph, placeholder_name, shard)
+    build = Builder(graph, node)
+    rejoined = build.call(UNSHARD, placeholder, str(spec))
+    node.replace_all_uses_with(rejoined)
+    graph.erase_node(node)
+
+
+def _ranks(graph: Graph, edit: ResidencyEdit, like: torch.Tensor) -> dict[str, Node]:
+    """One placeholder for each smaller group: this rank in it, `[1]`, int64."""
+    found = {}
+    for group in dict.fromkeys(group for _, _, group in edit.resharded):
+        with like.fake_mode:  # type: ignore[attr-defined]
+            rank = torch.empty(1, dtype=torch.int64, device=like.device)
+        found[group] = add_placeholder(graph, RANK + group, rank)
+    return found
+
+
+def _reshard(graph: Graph, node: Node, rank: Node, count: int) -> Node:
+    """Right behind the gather, so that the full parameter is free after its last use."""
+    build = Builder(graph, node.next)
+    rows = rows_of(build, node, count, spec_of(node).dim)
+    return build.reshape(build.call(aten.index_select.default, rows, 0, rank), [val(rows).shape[1]])
