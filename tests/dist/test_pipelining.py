@@ -101,8 +101,8 @@ def train(run: TrainingRun, schedule: str, annotate: Annotate, dtype: torch.dtyp
     for index in range(2):
         losses = step(run, pipeline, index, dtype)
         for stage in stages:
-            for parameter in stage.submod.parameters():
-                assert parameter.grad is not None
+            for name, parameter in stage.submod.named_parameters():
+                assert parameter.grad is not None, f"stage {stage.stage_index}: {name}.grad"
                 parameter.grad.div_(2.0)
                 parameter.grad.mul_(2.0)
             run.observe(losses, stage.submod)
