@@ -1,0 +1,202 @@
+"""Sharded stages in a pipeline: torch's own schedules drive them as they drive eager FSDP2's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.testing import TrainingRun, training_test
+
+MICROBATCHES = 4
+LAYERS_PER_STAGE = 2
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+Annotate = Callable[[nn.Module, DeviceMesh], object]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.DIM, 9), nn.Linear(9, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def fully_sharded_half(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=HALF, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=HALF)
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.children():
+        replicate(layer, mesh=mesh["dp"])
+    replicate(model, mesh=mesh["dp"])
+
+
+def stages_of(run: TrainingRun, schedule: str, annotate: Annotate) -> list[PipelineStage]:
+    """This rank's stages: one, or two that are half the pipeline apart."""
+    pp = run.mesh["pp"]
+    per_rank = 1 if issubclass(SCHEDULES[schedule], PipelineScheduleSingle) else 2
+    count = per_rank * pp.size()
+    full = [nn.Sequential(*(Layer() for _ in range(LAYERS_PER_STAGE))) for _ in range(count)]
+    stages = []
+    for index in range(pp.get_local_rank(), count, pp.size()):
+        module = run.shard(full[index], annotate=annotate)
+        # A compiled stage has one backward for inputs and weights: a schedule that splits them needs to be told.
+        split = schedule == "InterleavedZeroBubble" and not run.is_reference
+        dw_builder = graphshard.weight_backward(module) if split else None
+        stages.append(
+            PipelineStage(module, index, count, torch.device("cpu"), group=pp.get_group(), dw_builder=dw_builder)
+        )
+    return stages
+
+
+def train(run: TrainingRun, schedule: str, annotate: Annotate, dtype: torch.dtype = torch.float32) -> None:
+    """Two steps of a pipeline. Gradients are scaled in place as soon as a schedule returns: none may be in flight."""
+    stages = stages_of(run, schedule, annotate)
+    optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=1e-2) for stage in stages]
+    one_stage = issubclass(SCHEDULES[schedule], PipelineScheduleSingle)
+    pipeline = SCHEDULES[schedule](stages[0] if one_stage else stages, MICROBATCHES, loss_fn=F.mse_loss)
+    for index in range(2):
+        losses = step(run, pipeline, index, dtype)
+        for stage in stages:
+            for name, parameter in stage.submod.named_parameters():
+                assert parameter.grad is not None, f"stage {stage.stage_index}: {name}.grad"
+                parameter.grad.div_(2.0)
+                parameter.grad.mul_(2.0)
+            run.observe(losses, stage.submod)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def step(run: TrainingRun, pipeline: Any, index: int, dtype: torch.dtype) -> Tensor:
+    """One step on this rank's data; the losses of its microbatches on the last rank, nothing elsewhere."""
+    pp, dp = run.mesh["pp"], run.mesh["dp"]
+    # The ranks of one pipeline see the same batch, two pipelines different ones.
+    batch, target = torch.randn(
+        2, MICROBATCHES, models.DIM, generator=models.generator(index, dp.get_local_rank()), dtype=dtype
+    )
+    losses: list[Tensor] = []
+    with run.counted(f"step {index}"):
+        if pp.get_local_rank() == 0:
+            pipeline.step(batch)
+        else:
+            pipeline.step(target=target, losses=losses)
+    return torch.stack(losses) if losses else torch.zeros(())
+
+
+@pytest.mark.row("P3")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("pp", "dp"))
+def test_pipeline_of_fully_sharded_stages_trains(run: TrainingRun, schedule: str) -> None:
+    train(run, schedule, fully_sharded)
+
+
+@pytest.mark.row("P3")
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("pp", "dp"))
+def test_pipeline_of_mixed_precision_stages_trains(run: TrainingRun, schedule: str) -> None:
+    train(run, schedule, fully_sharded_half, torch.bfloat16)
+
+
+@pytest.mark.row("P1")
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble"])
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("pp", "dp"))
+def test_pipeline_of_replicated_stages_trains(run: TrainingRun, schedule: str) -> None:
+    train(run, schedule, replicated)
+
+
+def runtime_of_one_stage(run: TrainingRun, annotate: Annotate, **options: Any) -> tuple[nn.Module, Any]:
+    module = run.shard(nn.Sequential(*(Layer() for _ in range(3))), annotate=annotate)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=run.mesh["pp"].get_group())
+    return module, _PipelineScheduleRuntime([stage], **options)
+
+
+def order(*names: str) -> dict[int, list[_Action]]:
+    """`order("UNSHARD", "FORWARD 0")`: what the only rank of a pipeline does, for its only stage."""
+    actions = []
+    for name in names:
+        kind, *microbatch = name.split()
+        actions.append(_Action(0, getattr(_ComputationType, kind), int(microbatch[0]) if microbatch else None))
+    return {0: actions}
+
+
+@pytest.mark.row("P4")
+@pytest.mark.parametrize("annotate", [fully_sharded, fully_sharded_half])
+@training_test(mesh_shape=(1, 2), mesh_axes=("pp", "dp"), train=False)
+def test_schedule_unshards_and_reshards_a_stage(run: TrainingRun, annotate: Annotate) -> None:
+    module, runtime = runtime_of_one_stage(run, annotate, n_microbatches=1, loss_fn=None, scale_grads=False)
+    dtype = torch.bfloat16 if annotate is fully_sharded_half else torch.float32
+    x = torch.randn(1, models.DIM, generator=models.generator(0, run.rank)).to(dtype)
+    run.note_registration("initially", module)
+    runtime.pipeline_order_with_comms = order("UNSHARD", "FORWARD 0", "RESHARD")
+    run.note("first output", runtime.step(x))
+    run.note_registration("after RESHARD", module)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    runtime.pipeline_order_with_comms = order("UNSHARD", "FORWARD 0")
+    with run.counted("forward of an unsharded stage"):
+        run.note("second output", runtime.step(x))
+    run.note_registration("still unsharded", module)
+    assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@pytest.mark.row("P4")
+@pytest.mark.parametrize("annotate", [fully_sharded, replicated])
+@training_test(mesh_shape=(1, 2), mesh_axes=("pp", "dp"))
+def test_stage_stays_unsharded_until_the_schedule_reshards_it(run: TrainingRun, annotate: Annotate) -> None:
+    module, runtime = runtime_of_one_stage(run, annotate, n_microbatches=2, loss_fn=F.mse_loss)
+    # Two forwards live at once; gradients stay unreduced until the reduce action.
+    steps = ["UNSHARD", "FORWARD 0", "FORWARD 1", "FULL_BACKWARD 0", "FULL_BACKWARD 1"]
+    runtime.pipeline_order_with_comms = order(*steps, "REDUCE_GRAD", "RESHARD")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for index in range(3):
+        x, target = torch.randn(2, 2, models.DIM, generator=models.generator(index, run.rank))
+        losses: list[Tensor] = []
+        with run.counted(f"step {index}"):
+            runtime.step(x, target=target, losses=losses)
+        run.note_registration(f"after step {index}", module)
+        run.observe(torch.stack(losses), module)
+        optimizer.step()
+        optimizer.zero_grad()
