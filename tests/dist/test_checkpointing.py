@@ -1,0 +1,227 @@
+"""Activation checkpointing of every kind, with units inside and around what is recomputed."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_entry_points import SUMMED
+from test_models import INDUCTOR
+from test_training import BITWISE, loss_of
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from graphshard.testing import TrainingRun, training_test
+
+
+def unit_per_block(model: Any, mesh: DeviceMesh, reshard: bool) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def list_units(model: Any, mesh: DeviceMesh, reshard: bool) -> None:
+    """Two modules in one unit; the embedding's backward does not need its weight."""
+    fully_shard(model.embed, mesh=mesh, reshard_after_forward=reshard).set_unshard_in_backward(False)
+    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=reshard)
+    unit_per_block(model, mesh, reshard)
+
+
+def list_unit_of_tied_weights(model: Any, mesh: DeviceMesh, reshard: bool) -> None:
+    fully_shard([model.embed, model.head], mesh=mesh, reshard_after_forward=reshard)
+    unit_per_block(model, mesh, reshard)
+
+
+GROUPINGS = {"block": unit_per_block, "list": list_units, "tied list": list_unit_of_tied_weights}
+
+
+def checkpointed(kind: str, tied: bool = False) -> nn.Module:
+    if kind == "function":
+        return models.Checkpointed(tied=tied)
+    model = models.Decoder(tied=tied)
+    for i, layer in enumerate(model.layers):
+        if kind == "wrapper":
+            model.layers[i] = checkpoint_wrapper(layer)
+        else:
+            composable_checkpoint(layer)
+    return model
+
+
+@pytest.mark.row("S16")
+@pytest.mark.parametrize(
+    ("kind", "grouping", "reshard"),
+    [
+        ("function", "block", True),
+        ("function", "list", False),
+        ("function", "tied list", True),
+        ("wrapper", "block", False),
+        ("wrapper", "list", True),
+        ("wrapper", "tied list", False),
+        ("composable", "block", True),
+        ("composable", "list", False),
+    ],
+)
+@training_test(tolerance=BITWISE)
+def test_checkpointed_blocks(run: TrainingRun, kind: str, grouping: str, reshard: bool) -> None:
+    annotate = functools.partial(GROUPINGS[grouping], reshard=reshard)
+    model = run.shard(checkpointed(kind, tied=grouping == "tied list"), annotate=annotate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for index in range(3):
+        with run.counted(f"step {index}") if index else nullcontext():
+            loss = loss_of(model, run, index)
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class CheckpointedInside(nn.Module):
+    """Parts of a unit's forward are recomputed, and the unit gathers once for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = models.DecoderBlock()
+        self.scale = nn.Parameter(torch.ones(models.DIM))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.block.down(torch.tanh(self.block.up(self.block.norm2(x)))) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda y: y + self.block.attention(self.block.norm1(y)), x, use_reentrant=False)
+        return x + checkpoint(self.feed_forward, x, use_reentrant=False)
+
+
+@pytest.mark.row("S16")
+@pytest.mark.parametrize("reshard", [True, False])
+@training_test(tolerance=BITWISE)
+def test_parts_of_a_unit_are_recomputed(run: TrainingRun, reshard: bool) -> None:
+    model = nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), CheckpointedInside(), CheckpointedInside())
+    run.shard(model, units=[CheckpointedInside], reshard_after_forward=reshard)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for index in range(3):
+        with run.counted(f"step {index}") if index else nullcontext():
+            loss = loss_of(model, run, index)
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(models.Decoder):
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+        h = self.embed(x)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False, context_fn=contexts)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+@pytest.mark.row("S16")
+@pytest.mark.parametrize("reshard", [True, False])
+@training_test(tolerance=BITWISE)
+def test_selective_checkpointing(run: TrainingRun, reshard: bool) -> None:
+    model = run.shard(Selective(layers=2), reshard_after_forward=reshard)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for index in range(3):
+        with run.counted(f"step {index}") if index else nullcontext():
+            loss = loss_of(model, run, index)
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.row("S16")
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_checkpointed_blocks_of_list_units_with_inductor(run: TrainingRun) -> None:
+    model = run.shard(checkpointed("function"), annotate=functools.partial(list_units, reshard=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(2):
+        loss = loss_of(model, run, index)
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- preference optimization: two forwards, one backward
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * 1.0
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(models.DIM), nn.RMSNorm(models.DIM)
+        self.attention, self.feed_forward = models.Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Policy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(models.VOCAB, models.DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(models.DIM, models.VOCAB, bias=False)
+        if kind == "composable":
+            for layer in self.layers:
+                composable_checkpoint(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False) if self.kind == "function" else layer(h)
+        logits: Tensor = self.head(h)
+        return logits
+
+
+@pytest.mark.row("S22")
+@pytest.mark.parametrize(
+    ("kind", "reshard"), [("none", True), ("function", True), ("function", False), ("composable", True)]
+)
+@training_test(tolerance=SUMMED)
+def test_nested_units_in_two_forwards_and_one_backward(run: TrainingRun, kind: str, reshard: bool) -> None:
+    def annotate(model: Any, mesh: DeviceMesh) -> None:
+        for layer in model.layers:
+            fully_shard(layer.attention, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(layer.feed_forward, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    model = run.shard(Policy(kind), annotate=annotate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        with run.counted(f"step {index}") if index else nullcontext():
+            chosen, rejected = (
+                model(*models.tokens(2 * index + i, run.rank)).log_softmax(-1)[..., 0].sum(-1) for i in range(2)
+            )
+            loss = -nn.functional.logsigmoid(chosen - rejected).mean()
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
