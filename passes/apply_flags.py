@@ -130,12 +130,9 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
     for name, dtype, cast_first in edit.added:
         _add_held(graph, by_name[name], dtype, cast_first)
     for name in edit.partial:
-        shard = shard_placeholder(by_name[name])
-        add_placeholder(graph, PARTIAL + shard.name, _like(val(shard), _reduce_dtype(by_name[name])))
+        add_placeholder(graph, PARTIAL + shard_placeholder(by_name[name]).name, _partial(by_name[name]))
     for name in edit.local:
-        node = by_name[name]
-        node.meta["val"] = _like(val(node), _reduce_dtype(node))
-        node.meta["partial"] = True
+        by_name[name].meta.update(val=_partial(by_name[name]), partial=True)
     for name in edit.unreduced:
         node = by_name[name]
         node.replace_all_uses_with(node.args[0])
@@ -145,6 +142,13 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
         results = [None if i in edit.dead_outputs else result for i, result in enumerate(output_args(graph))]
         output.args = (tuple(results),)
         graph.eliminate_dead_code()
+
+
+def _partial(reduction: Node) -> torch.Tensor:
+    """Fake value of a partial gradient: it stays on the device of the gradient, also where the shard is offloaded."""
+    shard, device = val(reduction), val(reduction.args[0]).device
+    with shard.fake_mode:
+        return torch.empty(shard.shape, dtype=_reduce_dtype(reduction), device=device)
 
 
 def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

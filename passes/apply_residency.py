@@ -6,7 +6,7 @@ program has to gather.
     %a = unshard(%s)   ->   resident:   %a is a new placeholder
                             rejoined:   %a = unshard(%post_s), over the smaller group
                             kept:       the same; %a is one more result
-                            resharded:  the same; %p = index_select(view(%a, [K, -1]), 0, %rank) is one more result
+                            resharded:  the same; %p = index(view(%a, [K, -1]), [%rank]) is one more result
 
 New placeholders and results stand behind the graph's own, in the order of the flags. The rank inside the smaller group
 is an argument: graphs are the same on every rank.
@@ -36,6 +36,7 @@ from graphshard.ir import (
 from graphshard.markers import UNSHARD, padded_shape
 
 RESIDENT, REJOINED, RANK = "resident_", "post_", "rank_in_"
+_KEPT = "kept"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def decide(graph: Graph, ctx: PassContext) -> ResidencyEdit:
     """Matches the flags with the unshards of this graph."""
     flags = ctx.flags
     by_shard = {shard_placeholder(node).name: node for node in unshards(graph)}
-    results = set(output_args(graph))
+    gathers = {name: by_shard.get(REJOINED + name) or by_shard[name] for name in flags.kept}
     done = any(node.op == "placeholder" and node.name.startswith(RANK) for node in graph.nodes)
 
     def post_forward(name: str) -> tuple[int, str]:
@@ -73,7 +74,7 @@ def decide(graph: Graph, ctx: PassContext) -> ResidencyEdit:
     return ResidencyEdit(
         tuple((by_shard[name].name, name) for name in flags.resident if name in by_shard),
         tuple((by_shard[name].name, name, *post_forward(name)) for name in flags.rejoined if name in by_shard),
-        tuple(by_shard[name].name for name in flags.kept if by_shard[name] not in results),
+        tuple(node.name for node in gathers.values() if _KEPT not in node.meta),
         () if done else tuple((by_shard[name].name, *post_forward(name)) for name in flags.resharded),
     )
 
@@ -90,8 +91,10 @@ def apply(graph: Graph, edit: ResidencyEdit) -> None:
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
     for name, shard, count, group in edit.rejoined:
-        _rejoin(graph, by_name[name], REJOINED + shard, count, group)
+        by_name[name] = _rejoin(graph, by_name[name], REJOINED + shard, count, group)
     results = [by_name[name] for name in edit.kept]
+    for node in results:
+        node.meta[_KEPT] = True
     if edit.resharded:
         ranks = _ranks(graph, edit, val(by_name[edit.resharded[0][0]]))
         results += [_reshard(graph, by_name[name], ranks[group], count) for name, count, group in edit.resharded]
@@ -99,7 +102,7 @@ def apply(graph: Graph, edit: ResidencyEdit) -> None:
         output_node(graph).args = ((*output_args(graph), *results),)
 
 
-def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> None:
+def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> Node:
     spec = replace(spec_of(node), world_size=count, group=group, device="")
     value = val(node)
     with value.fake_mode:
@@ -110,6 +113,7 @@ def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: 
     rejoined = build.call(UNSHARD, placeholder, str(spec))
     node.replace_all_uses_with(rejoined)
     graph.erase_node(node)
+    return rejoined
 
 
 def _ranks(graph: Graph, edit: ResidencyEdit, like: torch.Tensor) -> dict[str, Node]:
@@ -126,4 +130,4 @@ def _reshard(graph: Graph, node: Node, rank: Node, count: int) -> Node:
     """Right behind the gather, so that the full parameter is free after its last use."""
     build = Builder(graph, node.next)
     rows = rows_of(build, node, count, spec_of(node).dim)
-    return build.reshape(build.call(aten.index_select.default, rows, 0, rank), [val(rows).shape[1]])
+    return build.reshape(build.call(aten.index.Tensor, rows, [rank]), [val(rows).shape[1]])

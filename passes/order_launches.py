@@ -53,7 +53,10 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     copies_in = {launch: [*roles[found.bucket, "copy_in"], launch] for launch, found in ours}
     copies_out = {launch: [_wait(launch), *roles[found.bucket, "copy_out"]] for launch, found in ours}
 
+    # In the order of their waits, which stay: prefetches that users chose permute the launches.
+    position = {node: i for i, node in enumerate(graph.nodes)}
     gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
+    gathers.sort(key=lambda gather: position[_wait(gather[0])])
     moves = _prefetch(graph, [(copies_in[launch], unit) for launch, unit in gathers], ctx)
     moves += _late_waits(graph, ours, copies_in, copies_out)
     edit = OrderEdit(tuple(moves))

@@ -19,6 +19,7 @@ from graphshard.compat import compile_region_aot, copy_graph, partition
 from graphshard.ir import Direction, Flags, ParamRef, PassContext, aten, output_args
 from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec, padded_shape
 from graphshard.passes import PROGRAM
+from graphshard.passes.apply_residency import REJOINED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -42,34 +43,51 @@ class Weight:
     dtype: torch.dtype = F32
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    reshard: bool = True
+    dim: int = 0
     group: str = "0"
+    replicas: int = 1
+    replicate_group: str = "copies"
+    post_forward: tuple[int, str] | None = None
+    device: str = ""
 
     @property
     def spec(self) -> ShardSpec:
         param_dtype = self.param_dtype or self.dtype
         reduce_dtype = self.reduce_dtype or param_dtype
-        return ShardSpec(self.size, param_dtype, reduce_dtype, self.world_size, self.group, self.reshard)
+        copies = (self.replicas, self.replicate_group) if self.replicas > 1 else (1, "")
+        return ShardSpec(
+            self.size, param_dtype, reduce_dtype, self.dim, self.world_size, self.group, *copies, self.device
+        )
 
     @property
     def shard_numel(self) -> int:
-        return math.prod(padded_shape(self.size, self.world_size)) // self.world_size
+        return math.prod(padded_shape(self.size, self.world_size, self.dim)) // self.world_size
 
     @property
     def ref(self) -> ParamRef:
         unit = self.fqn.rpartition(".")[0]
-        return ParamRef(self.fqn, unit, self.index, self.size, self.shard_numel, self.dtype)
+        return ParamRef(
+            self.fqn,
+            unit,
+            self.index,
+            self.size,
+            self.shard_numel,
+            self.dtype,
+            dim=self.dim,
+            post_forward=self.post_forward,
+        )
 
     @property
     def shard_name(self) -> str:
         """Name of the placeholder of its shard."""
         return f"{self.fqn.replace('.', '_')}_shard"
 
-    def shards(self, full: Tensor) -> list[Tensor]:
-        """The flat padded shard of each rank."""
-        padded = full.new_zeros(padded_shape(self.size, self.world_size))
-        padded[: self.size[0]] = full
-        return list(padded.reshape(self.world_size, -1))
+    def shards(self, full: Tensor, count: int | None = None) -> list[Tensor]:
+        """The flat padded shard of each of `count` ranks (None: of the weight's own)."""
+        count = count or self.world_size
+        padded = full.new_zeros(padded_shape(self.size, count, self.dim))
+        padded.narrow(self.dim, 0, self.size[self.dim]).copy_(full)
+        return [part.flatten() for part in padded.chunk(count, self.dim)]
 
 
 @dataclass
@@ -85,13 +103,22 @@ class Marked:
 
     def flagged(self, **flags: Any) -> Marked:
         """A copy with run-time flags."""
-        return Marked(copied(self.gm), replace(self.ctx, flags=Flags(**flags)))
+        params = dict(self.ctx.params)
+        for name in flags.get("rejoined", ()):
+            params[REJOINED + name] = _post_forward_ref(params[name])
+        return Marked(copied(self.gm), replace(self.ctx, params=params, flags=Flags(**flags)))
 
     def node(self, name: str) -> Node:
         return next(node for node in self.graph.nodes if node.name == name)
 
     def calls(self, target: Any) -> list[Node]:
         return list(self.graph.find_nodes(op="call_function", target=target))
+
+
+def _post_forward_ref(param: ParamRef) -> ParamRef:
+    assert param.post_forward is not None
+    count, _ = param.post_forward
+    return replace(param, shard_numel=math.prod(padded_shape(param.size, count, param.dim)) // count)
 
 
 @dataclass
@@ -142,17 +169,17 @@ BATCH, WIDTH, CLASSES = 4, 6, 5
 
 
 def toy_weights(blocks: int = 2, **changes: Any) -> list[Weight]:
-    """Blocks of a weight and a bias, then a head of the root's unit, which stays gathered after forward."""
+    """Blocks of a weight and a bias, then a head of the root's unit."""
     weights = []
     for i in range(blocks):
         weights.append(Weight(f"blocks.{i}.weight", (WIDTH, WIDTH), 0, **changes))
         weights.append(Weight(f"blocks.{i}.bias", (WIDTH,), 1, **changes))
-    return [*weights, Weight("head", (CLASSES, WIDTH), 0, **{**changes, "reshard": False})]
+    return [*weights, Weight("head", (CLASSES, WIDTH), 0, **changes)]
 
 
 def toy_forward(weights: Sequence[Weight], direction: Direction = "forward") -> Marked:
     """Computes `head @ relu(weight @ x + bias) ...`; returns it, then what backward needs: inputs of the blocks and
-    of the head, and the gathered head.
+    of the head.
     """
     build = GraphBuilder(direction)
     dtype = weights[0].spec.dtype
@@ -165,9 +192,8 @@ def toy_forward(weights: Sequence[Weight], direction: Direction = "forward") -> 
         transposed = build.call(aten.t.default, build.unshard(weight))
         hidden = build.call(aten.relu.default, build.call(aten.addmm.default, build.unshard(bias), hidden, transposed))
         saved.append(hidden)
-    full_head = build.unshard(head)
-    scores = build.call(aten.mm.default, hidden, build.call(aten.t.default, full_head))
-    return build.finish(scores, *([*saved, full_head] if direction == "forward" else []))
+    scores = build.call(aten.mm.default, hidden, build.call(aten.t.default, build.unshard(head)))
+    return build.finish(scores, *(saved if direction == "forward" else []))
 
 
 def toy_backward(weights: Sequence[Weight]) -> Marked:
@@ -181,10 +207,9 @@ def toy_backward(weights: Sequence[Weight]) -> Marked:
         build.shard(weight)
     pairs = list(zip(layers[::2], layers[1::2], strict=True))
     saved = [build.input(f"hidden_{i}", [BATCH, WIDTH], dtype) for i in range(len(pairs) + 1)]
-    full_head = build.input("full_head", head.size, dtype)
     tangent = build.input("tangents_1", [BATCH, CLASSES], dtype)
     grads = {head: build.reduce(_weight_grad(build, tangent, saved[-1]), head)}
-    grad = build.call(aten.mm.default, tangent, full_head)
+    grad = build.call(aten.mm.default, tangent, build.unshard(head))
     for i, (weight, bias) in reversed(list(enumerate(pairs))):
         full = build.unshard(weight) if i else None  # the input needs no gradient
         grad = build.call(aten.threshold_backward.default, grad, saved[i + 1], 0)

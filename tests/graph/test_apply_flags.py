@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
+from graphshard import verify
 from graphshard.ir import Flags, aten, output_args
 from graphshard.markers import REDUCE_GRAD
 from graphshard.passes import apply_flags
 from graphshard.passes.apply_flags import FlagsEdit
-from tests.graph.graphs import BF16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
+from graphshard.settings import UnitSettings
+from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
 
 A, B = Weight("a", (4, 3)), Weight("b", (5,), 1)
 
@@ -52,16 +56,17 @@ def test_flags_are_for_backward_only(direction: str) -> None:
 
 def test_flags_unreduced_hands_out_the_gradient_itself() -> None:
     marked = backward_of_two_outputs(A, B).flagged(unreduced=frozenset({"a_shard"}))
-    assert applied(marked) == FlagsEdit(("reduce_grad_default",), (), ())
+    assert applied(marked) == FlagsEdit(unreduced=("reduce_grad_default",))
     first, second = output_args(marked.graph)
     assert first is marked.node("mul_tensor")
     assert second.target is REDUCE_GRAD
     assert placeholders(marked) == ["a_shard", "b_shard", "tangents_1", "tangents_2"]
 
 
-def test_flags_held_adds_what_was_accumulated_first() -> None:
-    marked = backward_of_two_outputs(A, B).flagged(held=("b_shard", "a_shard"))
-    assert applied(marked).held == (("reduce_grad_default_1", False), ("reduce_grad_default", False))
+def test_flags_added_comes_before_the_gradient() -> None:
+    marked = backward_of_two_outputs(A, B).flagged(added=(("b_shard", F32), ("a_shard", F32)))
+    edit = applied(marked)
+    assert edit.added == (("reduce_grad_default_1", F32, False), ("reduce_grad_default", F32, False))
     # New arguments come last, in the order of the flag.
     assert placeholders(marked)[-2:] == ["held_b_shard", "held_a_shard"]
     for reduction, grad in zip(marked.calls(REDUCE_GRAD), ("mul_tensor", "mul_tensor_1"), strict=True):
@@ -71,19 +76,40 @@ def test_flags_held_adds_what_was_accumulated_first() -> None:
         assert total.args == (marked.node(f"held_{shard.name}"), marked.node(grad))
 
 
-def test_flags_held_is_in_the_reduce_dtype() -> None:
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_flags_added_has_the_dtype_that_they_say(dtype: torch.dtype) -> None:
     weight = Weight("a", (4, 3), param_dtype=BF16, reduce_dtype=F32)
-    marked = backward_of_two_outputs(weight).flagged(held=("a_shard",))
+    marked = backward_of_two_outputs(weight).flagged(added=(("a_shard", dtype),))
     applied(marked)
     held, (total,) = marked.node("held_a_shard"), marked.calls(aten.add.Tensor)
-    assert (held.meta["val"].dtype, held.meta["val"].shape) == (F32, (4, 3))
-    assert total.meta["val"].dtype == F32
+    assert (held.meta["val"].dtype, held.meta["val"].shape) == (dtype, (4, 3))
+    assert total.meta["val"].dtype == dtype
+
+
+def test_flags_added_twice_is_a_sum_of_earlier_backwards_and_of_this_one() -> None:
+    marked = backward_of_two_outputs(A).flagged(added=(("a_shard", F32), ("a_shard", F32)))
+    applied(marked)
+    assert placeholders(marked)[-2:] == ["held_a_shard", "held_a_shard_"]
+    (reduction,) = marked.calls(REDUCE_GRAD)
+    outer = reduction.args[0]
+    assert isinstance(outer, Node)
+    earlier, inner = outer.all_input_nodes
+    assert earlier is marked.node("held_a_shard_")
+    assert inner.args == (marked.node("held_a_shard"), marked.node("mul_tensor"))
+
+
+def test_flags_added_to_what_stays_unreduced() -> None:
+    marked = backward_of_two_outputs(A).flagged(added=(("a_shard", F32),), unreduced=frozenset({"a_shard"}))
+    applied(marked)
+    (total,) = output_args(marked.graph)
+    assert total.args == (marked.node("held_a_shard"), marked.node("mul_tensor"))
+    assert not marked.calls(REDUCE_GRAD)
 
 
 @pytest.mark.parametrize("adds_in_reduce_dtype", [False, True])
-def test_flags_held_casts_a_gradient_first_where_fsdp2_does(adds_in_reduce_dtype: bool) -> None:
+def test_flags_added_casts_a_gradient_first_where_fsdp2_does(adds_in_reduce_dtype: bool) -> None:
     weight = Weight("a", (4, 3), param_dtype=BF16, reduce_dtype=F32)
-    marked = backward_of_two_outputs(weight).flagged(held=("a_shard",))
+    marked = backward_of_two_outputs(weight).flagged(added=(("a_shard", F32),))
     ref = replace(weight.ref, adds_in_reduce_dtype=adds_in_reduce_dtype)
     marked.ctx = replace(marked.ctx, params={"a_shard": ref})
     applied(marked)
@@ -95,9 +121,65 @@ def test_flags_held_casts_a_gradient_first_where_fsdp2_does(adds_in_reduce_dtype
     assert (term is marked.node("mul_tensor")) != adds_in_reduce_dtype
 
 
+HYBRID = Weight("a", (5, 3), replicas=2, param_dtype=BF16, reduce_dtype=F16)
+
+
+def test_flags_local_leaves_a_gradient_in_the_reduce_dtype() -> None:
+    marked = backward_of_two_outputs(HYBRID, B).flagged(units=(("", UnitSettings(all_reduce=False)),))
+    assert applied(marked) == FlagsEdit(local=("reduce_grad_default",))
+    partial, whole = marked.calls(REDUCE_GRAD)
+    assert output_args(marked.graph) == [partial, whole]
+    assert (partial.meta["val"].dtype, partial.meta["val"].shape) == (F16, (HYBRID.shard_numel,))
+    verify.check_dtypes(marked.graph)
+    verify.check_values(marked.graph, recompute=True)
+
+
+def test_flags_local_is_nothing_where_there_are_no_copies() -> None:
+    assert not applied(backward_of_two_outputs(A, B).flagged(units=(("", UnitSettings(all_reduce=False)),)))
+
+
+@pytest.mark.parametrize("all_reduce", [False, True])
+def test_flags_partial_is_one_more_argument_for_the_collective(all_reduce: bool) -> None:
+    marked = backward_of_two_outputs(HYBRID, B).flagged(
+        partial=("a_shard",), units=(("", UnitSettings(all_reduce=all_reduce)),)
+    )
+    before = marked.calls(REDUCE_GRAD)[0].args
+    assert applied(marked).partial == ("reduce_grad_default",)
+    assert placeholders(marked)[-1] == "partial_a_shard"
+    value = marked.node("partial_a_shard").meta["val"]
+    assert (value.dtype, value.shape) == (F16, (HYBRID.shard_numel,))
+    assert marked.calls(REDUCE_GRAD)[0].args == before
+
+
+def test_flags_partial_stays_on_the_device_of_the_gradient_of_an_offloaded_shard() -> None:
+    marked = backward_of_two_outputs(HYBRID).flagged(
+        partial=("a_shard",), units=(("", UnitSettings(all_reduce=False)),)
+    )
+    with FakeTensorMode() as mode:
+        marked.node("mul_tensor").meta["val"] = torch.empty(5, 3, device="cuda")
+        for node in (marked.node("a_shard"), marked.node("reduce_grad_default")):
+            node.meta["val"] = mode.from_tensor(torch.empty(9))
+    applied(marked)
+    for name in ("partial_a_shard", "reduce_grad_default"):
+        assert marked.node(name).meta["val"].device.type == "cuda"
+
+
+def test_flags_inputs_only_reduces_nothing() -> None:
+    build = GraphBuilder("backward")
+    tangent = build.input("tangents_1", [4, 3])
+    full = build.unshard(A)
+    marked = build.finish(build.reduce(tangent, A), build.call(aten.mul.Tensor, tangent, full))
+    marked = marked.flagged(inputs_only=True)
+    assert applied(marked) == FlagsEdit(dead_outputs=(0,))
+    first, second = output_args(marked.graph)
+    assert first is None
+    assert second.target is aten.mul.Tensor
+    assert not marked.calls(REDUCE_GRAD)
+
+
 def test_flags_undefined_makes_dead_results_none() -> None:
     marked = backward_of_two_outputs(A, B).flagged(undefined=frozenset({"tangents_1"}))
-    assert applied(marked) == FlagsEdit((), (), (0,))
+    assert applied(marked) == FlagsEdit(dead_outputs=(0,))
     first, second = output_args(marked.graph)
     assert first is None
     assert second.target is REDUCE_GRAD
@@ -133,7 +215,7 @@ def test_flags_mix() -> None:
     weights = [*toy_weights(1), Weight("other", (3,), 1)]
     build_flags = {
         "unreduced": frozenset({"head_shard"}),
-        "held": ("blocks_0_bias_shard",),
+        "added": (("blocks_0_bias_shard", F32),),
         "undefined": frozenset({"tangents_2"}),
     }
     build = GraphBuilder("backward")
@@ -149,7 +231,7 @@ def test_flags_mix() -> None:
     marked = build.finish(*(build.reduce(grad, weight) for grad, weight in zip(grads, weights, strict=True)))
     marked = marked.flagged(**build_flags)
     edit = applied(marked)
-    assert (len(edit.unreduced), len(edit.held), edit.dead_outputs) == (1, 1, (3,))
+    assert (len(edit.unreduced), len(edit.added), edit.dead_outputs) == (1, 1, (3,))
     block_weight, block_bias, head, other = output_args(marked.graph)
     assert other is None
     assert head is marked.node("expand_default_2")
@@ -159,8 +241,21 @@ def test_flags_mix() -> None:
 
 def test_flags_print_what_differs_from_the_default() -> None:
     assert str(Flags()) == "default"
-    flags = Flags(frozenset({"a", "b"}), ("c",), frozenset({"tangents_2", "tangents_1"}))
-    assert str(flags) == "unreduced=2 held=1 undefined=tangents_1,tangents_2"
+    flags = Flags(
+        resident=("r",),
+        unreduced=frozenset({"a", "b"}),
+        added=(("c", F32),),
+        undefined=frozenset({"tangents_2", "tangents_1"}),
+    )
+    assert str(flags) == "resident=1 unreduced=2 added=1 undefined=tangents_1,tangents_2"
+    flags = Flags(inputs_only=True, units=(("", UnitSettings(force_sum=True)), ("u", UnitSettings(divide_factor=2.0))))
+    assert str(flags) == "inputs_only root(force_sum=True) u(divide_factor=2.0)"
+
+
+def test_flags_say_the_settings_of_each_unit() -> None:
+    flags = Flags(units=(("u", UnitSettings(divide_factor=2.0)),))
+    assert flags.settings("u").divide_factor == 2.0
+    assert flags.settings("") == UnitSettings()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,4 @@
-"""One bucket per unit, in FSDP2's parameter order, of one group, dtype and policy."""
+"""One bucket per unit, in FSDP2's parameter order, of one group, and of one dtype where it reduces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import pytest
 from graphshard import driver
 from graphshard.ir import launches
 from graphshard.passes import assign_buckets
-from tests.graph.graphs import BF16, F16, F32, Marked, Weight, toy_backward, toy_forward, toy_weights, two_gathers
+from tests.graph.graphs import (
+    BF16,
+    F16,
+    F32,
+    Marked,
+    Weight,
+    toy_backward,
+    toy_forward,
+    toy_weights,
+    two_gathers,
+    two_reductions,
+)
 
 
 def buckets(marked: Marked) -> dict[str, list[str]]:
@@ -37,6 +48,7 @@ def test_buckets_are_units() -> None:
 
 def test_buckets_of_backward_hold_gathers_and_reductions_apart() -> None:
     assert buckets(toy_backward(toy_weights())) == {
+        "gather:root": ["head"],
         "gather:blocks.1": ["blocks.1.weight"],
         "reduce:root": ["head"],
         "reduce:blocks.1": ["blocks.1.weight", "blocks.1.bias"],
@@ -52,23 +64,61 @@ def test_buckets_follow_the_order_of_parameters_and_not_of_reads() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": BF16},
-        {"dtype": BF16, "param_dtype": F32},
-        {"param_dtype": BF16},
-        {"reduce_dtype": F16},
         {"group": "1"},
         {"world_size": 4},
-        {"reshard": False},
+        {"device": "cuda"},
     ],
     ids=str,
 )
-def test_buckets_split_a_unit_of_unlike_parameters(changes: dict[str, object]) -> None:
+def test_buckets_split_the_gathers_of_unlike_parameters(changes: dict[str, object]) -> None:
     unlike = Weight("block.b", (3,), 1, **changes)  # type: ignore[arg-type]
     like = [Weight("block.a", (4, 2), 0), Weight("block.c", (5,), 2)]
     assert buckets(two_gathers(like[0], unlike, like[1])) == {
         "gather:block": ["block.a", "block.c"],
         "gather:block#2": ["block.b"],
     }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": BF16},
+        {"param_dtype": BF16},
+        {"reduce_dtype": F16},
+        {"replicas": 2},
+        {"dim": 1},
+    ],
+    ids=str,
+)
+def test_buckets_gather_unlike_parameters_of_one_group_together(changes: dict[str, object]) -> None:
+    weights = [Weight("block.a", (4, 2)), Weight("block.b", (2, 4), 1, **changes)]  # type: ignore[arg-type]
+    assert buckets(two_gathers(*weights)) == {"gather:block": ["block.a", "block.b"]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": BF16, "param_dtype": F32},
+        {"reduce_dtype": F16},
+        {"param_dtype": BF16},
+        {"group": "1"},
+        {"world_size": 4},
+        {"replicas": 2},
+    ],
+    ids=str,
+)
+def test_buckets_split_the_reductions_of_unlike_parameters(changes: dict[str, object]) -> None:
+    unlike = Weight("block.b", (3,), 1, **changes)  # type: ignore[arg-type]
+    like = [Weight("block.a", (4, 2), 0), Weight("block.c", (5,), 2, dim=0)]
+    assert buckets(two_reductions(like[0], unlike, like[1])) == {
+        "reduce:block": ["block.a", "block.c"],
+        "reduce:block#2": ["block.b"],
+    }
+
+
+def test_buckets_reduce_parameters_of_other_shard_dims_together() -> None:
+    weights = [Weight("block.a", (4, 2)), Weight("block.b", (2, 4), 1, dim=1)]
+    assert buckets(two_reductions(*weights)) == {"reduce:block": ["block.a", "block.b"]}
 
 
 def test_buckets_keep_a_member_that_has_one() -> None:
@@ -81,7 +131,7 @@ def test_buckets_keep_a_member_that_has_one() -> None:
 def test_buckets_make_one_collective_each(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = toy_backward(toy_weights(3, dtype=F32))
     lowered = driver.lower(marked.gm, marked.ctx, "bucketed").gm
-    assert len(launches(lowered.graph)) == 2 + 4
+    assert len(launches(lowered.graph)) == 3 + 4
     monkeypatch.setenv("GRAPHSHARD_DISABLE", "assign_buckets")
     lowered = driver.lower(marked.gm, marked.ctx, "alone").gm
-    assert len(launches(lowered.graph)) == 2 + 7
+    assert len(launches(lowered.graph)) == 3 + 7

@@ -13,7 +13,18 @@ import pytest
 
 from graphshard import driver
 from graphshard.ir import aten
-from tests.graph.graphs import BF16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
+from graphshard.settings import UnitSettings
+from tests.graph.graphs import (
+    BF16,
+    F32,
+    GraphBuilder,
+    Marked,
+    Weight,
+    toy_backward,
+    toy_forward,
+    toy_weights,
+    two_gathers,
+)
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -33,8 +44,40 @@ def backward_mixed() -> Marked:
 
 def backward_accumulating() -> Marked:
     """One unit is left unreduced, the other adds what was held."""
-    held = ("blocks_1_weight_shard", "blocks_1_bias_shard")
-    return toy_backward(toy_weights()).flagged(unreduced=frozenset({"head_shard"}), held=held)
+    added = (("blocks_1_weight_shard", F32), ("blocks_1_bias_shard", F32))
+    return toy_backward(toy_weights()).flagged(unreduced=frozenset({"head_shard"}), added=added)
+
+
+def forward_keeping() -> Marked:
+    """The head is there already, a block stays gathered, the other stays sharded over fewer ranks."""
+    weights = toy_weights(world_size=4, post_forward=(2, "1"))
+    return toy_forward(weights).flagged(
+        resident=("head_shard",),
+        kept=("blocks_0_weight_shard", "blocks_0_bias_shard"),
+        resharded=("blocks_1_weight_shard", "blocks_1_bias_shard"),
+    )
+
+
+def backward_rejoining() -> Marked:
+    """A block is gathered from the shards of `forward_keeping`."""
+    weights = toy_weights(world_size=4, post_forward=(2, "1"))
+    return toy_backward(weights).flagged(resident=("head_shard",), rejoined=("blocks_1_weight_shard",))
+
+
+def backward_hybrid() -> Marked:
+    """Copies of shards: one unit stays partial, the other adds what was."""
+    local = (("blocks.0", UnitSettings(all_reduce=False)),)
+    return toy_backward(toy_weights(1, replicas=2)).flagged(partial=("head_shard",), units=local)
+
+
+def replicated() -> Marked:
+    """Copies, without shards."""
+    return toy_backward(toy_weights(1, world_size=1, replicas=2))
+
+
+def inference_mixed() -> Marked:
+    """A unit whose parameters differ in dtype and in the dim that is sharded."""
+    return two_gathers(Weight("block.norm", (5,), 0), Weight("block.weight", (3, 4), 1, param_dtype=BF16, dim=1))
 
 
 def inference_tied() -> Marked:
@@ -53,7 +96,19 @@ def alone() -> Marked:
     return toy_forward(toy_weights(1, world_size=1, param_dtype=BF16), "inference")
 
 
-GRAPHS: list[Callable[[], Marked]] = [forward, backward, backward_mixed, backward_accumulating, inference_tied, alone]
+GRAPHS: list[Callable[[], Marked]] = [
+    forward,
+    forward_keeping,
+    backward,
+    backward_mixed,
+    backward_accumulating,
+    backward_rejoining,
+    backward_hybrid,
+    replicated,
+    inference_mixed,
+    inference_tied,
+    alone,
+]
 
 
 def compare(title: str, dumps: Path, update: bool) -> None:
@@ -84,7 +139,7 @@ def test_golden_programs(
 def test_golden_joint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_golden: bool) -> None:
     monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path))
     build = GraphBuilder("joint")
-    weight, kept = Weight("embedding", (4, 3)), Weight("head", (3, 4), reshard=False)
+    weight, kept = Weight("embedding", (4, 3)), Weight("head", (3, 4))
     shards = [build.shard(weight), build.shard(kept)]
     assert shards
     x, tangent = build.input("primals_3", [2, 4]), build.input("tangents_1", [2, 4])

@@ -59,7 +59,7 @@ def test_gather_of_one_even_parameter_is_launch_wait_and_view() -> None:
     found = collective(launch)
     assert found is not None
     assert (found.kind, found.group, found.world_size, found.dtype, found.op) == ("all_gather", "0", 2, F32, None)
-    assert found.members == (Member("w", 0, 6),)
+    assert found.members == (Member("w", 0, 6, F32),)
 
 
 def test_gather_of_several_parameters_is_one_launch() -> None:
@@ -69,7 +69,7 @@ def test_gather_of_several_parameters_is_one_launch() -> None:
     found = collective(launch)
     assert found is not None
     assert found.bucket == "gather:u"
-    assert found.members == (Member("u.a", 0, 6), Member("u.b", 6, 3), Member("u.c", 9, 2))
+    assert found.members == (Member("u.a", 0, 6, F32), Member("u.b", 6, 3, F32), Member("u.c", 9, 2, F32))
     assert found.shard_numel == 11
 
 

@@ -23,17 +23,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("engine",),
     ("backend",),
-    ("region",),
-    ("driver",),
+    ("region", "outside"),
+    ("holdings",),
+    ("unit_programs", "calls"),
+    ("driver", "dispatch"),
     ("passes",),
-    ("verify", "printer", "capture", "shards"),
+    ("emit_gather", "emit_reduction", "verify", "printer", "capture", "shards"),
     ("ir",),
-    ("markers", "casts", "units", "report"),
-    ("fsdp2", "compat", "env", "errors"),
+    ("markers", "casts", "units", "report", "user_comms"),
+    ("fsdp2", "compat", "env", "errors", "settings"),
 )
 
 # The only readers of torch's private state.
-READS_PRIVATE_TORCH = {"graphshard/fsdp2.py", "graphshard/compat.py"}
+READS_PRIVATE_TORCH = {
+    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py"
+}  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
 PUBLIC_DESPITE_UNDERSCORE = {
@@ -168,7 +172,7 @@ def private_torch(path: Path) -> Iterator[str]:
             yield f"{shown(path)}:{line}: {dotted}"
 
 
-def test_private_torch_stays_in_two_files() -> None:
+def test_private_torch_stays_in_few_files() -> None:
     found = [
         line for path in sources("graphshard") if shown(path) not in READS_PRIVATE_TORCH for line in private_torch(path)
     ]

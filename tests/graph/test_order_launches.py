@@ -14,6 +14,7 @@ from graphshard import driver, verify
 from graphshard.ir import ALL_GATHER, WAIT, aten, collective, launches
 from graphshard.passes import order_launches
 from graphshard.passes.order_launches import Move, OrderEdit
+from graphshard.settings import UnitSettings
 from tests.graph.graphs import GraphBuilder, Marked, Weight, lowered_until, toy_backward, toy_forward, toy_weights
 from tests.graph.lockstep import run_ranks
 
@@ -64,11 +65,87 @@ def test_order_launches_the_first_gather_at_the_top() -> None:
 
 def test_order_awaits_reductions_late_in_backward() -> None:
     assert events(ordered(toy_backward(toy_weights(3)))) == [
-        *("+gather:blocks.2", "mm", "+reduce:root", "mm"),
+        *("+gather:root", "mm", "+reduce:root"),
+        *("-gather:root", "+gather:blocks.2", "mm"),
         *("-gather:blocks.2", "+gather:blocks.1", "mm", "-reduce:root", "+reduce:blocks.2", "mm"),
         *("-gather:blocks.1", "mm", "-reduce:blocks.2", "+reduce:blocks.1", "mm"),
         *("mm", "-reduce:blocks.1", "+reduce:blocks.0", "-reduce:blocks.0"),
     ]
+
+
+def test_order_launches_an_all_reduce_when_its_reduction_arrives_and_awaits_it_last() -> None:
+    found = events(ordered(toy_backward(toy_weights(2, replicas=2))))
+    assert [event for event in found if "reduce" in event] == [
+        "+reduce:root",
+        *("-reduce:root", "+reduce:root/all_reduce", "+reduce:blocks.1"),
+        *("-reduce:blocks.1", "+reduce:blocks.1/all_reduce", "+reduce:blocks.0"),
+        *("-reduce:blocks.0", "+reduce:blocks.0/all_reduce"),
+        *("-reduce:root/all_reduce", "-reduce:blocks.1/all_reduce", "-reduce:blocks.0/all_reduce"),
+    ]
+
+
+def test_order_awaits_all_reduces_of_copies_last() -> None:
+    found = events(ordered(toy_backward(toy_weights(2, world_size=1, replicas=2))))
+    assert [event for event in found if "reduce" in event] == [
+        *("+reduce:root", "+reduce:blocks.1", "+reduce:blocks.0"),
+        *("-reduce:root", "-reduce:blocks.1", "-reduce:blocks.0"),
+    ]
+
+
+def test_order_leaves_no_all_reduce_where_gradients_stay_partial() -> None:
+    local = tuple((unit, UnitSettings(all_reduce=False)) for unit in ("", "blocks.0"))
+    found = events(ordered(toy_backward(toy_weights(1, replicas=2)).flagged(units=local)))
+    assert [event for event in found if "reduce" in event] == [
+        *("+reduce:root", "-reduce:root"), *("+reduce:blocks.0", "-reduce:blocks.0")
+    ]  # fmt: skip
+
+
+def gathers_of(marked: Marked) -> list[str]:
+    return [event.replace("gather:", "") for event in events(ordered(marked)) if "gather" in event]
+
+
+def choosing(direction: str, **chosen: tuple[str, ...]) -> tuple[tuple[str, UnitSettings], ...]:
+    """Settings of units; `b0` stands for ``blocks.0``, `root` for the root."""
+    names = {"root": "", **{f"b{i}": f"blocks.{i}" for i in range(4)}}
+    return tuple(
+        (names[unit], UnitSettings(**{f"{direction}_prefetch": tuple(names[other] for other in others)}))  # type: ignore[arg-type]
+        for unit, others in chosen.items()
+    )
+
+
+def test_order_prefetches_in_forward_what_the_user_chose_and_the_next_unit() -> None:
+    marked = toy_forward(toy_weights(4))
+    assert gathers_of(marked.flagged(units=choosing("forward", b0=("b1", "b2"), b2=("b3",)))) == [
+        *("+blocks.0", "-blocks.0", "+blocks.1", "+blocks.2", "-blocks.1"),
+        *("-blocks.2", "+blocks.3", "-blocks.3", "+root", "-root"),
+    ]
+    # Nobody chose blocks.1: it is not left to the moment at which it is used.
+    assert gathers_of(marked.flagged(units=choosing("forward", b0=("b2",)))) == [
+        *("+blocks.0", "-blocks.0", "+blocks.1", "+blocks.2", "-blocks.1"),
+        *("-blocks.2", "+blocks.3", "-blocks.3", "+root", "-root"),
+    ]
+
+
+def test_order_prefetches_in_backward_only_what_the_user_chose_where_he_did() -> None:
+    marked = toy_backward(toy_weights(4))
+    assert gathers_of(marked.flagged(units=choosing("backward", root=("b2",)))) == [
+        *("+root", "-root", "+blocks.2", "+blocks.3", "-blocks.3"),
+        *("-blocks.2", "+blocks.1", "-blocks.1"),
+    ]
+    assert gathers_of(marked.flagged(units=choosing("backward", root=("b3", "b2", "b1")))) == [
+        *("+root", "-root", "+blocks.3", "+blocks.2", "+blocks.1"), *("-blocks.3", "-blocks.2", "-blocks.1")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_order_ignores_a_choice_for_the_other_direction_or_of_what_is_past(direction: str) -> None:
+    make = toy_forward if direction == "forward" else toy_backward
+    marked = make(toy_weights(3))
+    default = gathers_of(marked)
+    other = "backward" if direction == "forward" else "forward"
+    assert gathers_of(marked.flagged(units=choosing(other, b1=("b2", "root")))) == default
+    last = {"root": ("b0", "b1", "b2")} if direction == "forward" else {"b1": ("b2", "root")}
+    assert gathers_of(marked.flagged(units=choosing(direction, **last))) == default
 
 
 def test_order_copies_into_a_gather_behind_the_wait_before_it() -> None:

@@ -12,7 +12,8 @@ from torch.fx import Graph, Node
 
 from graphshard.passes import JOINT, PROGRAM, Pass
 from graphshard.printer import format_graph
-from tests.graph.graphs import BF16, F16, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
+from graphshard.settings import UnitSettings
+from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
 
 PASSES = [pytest.param(step, id=step.name) for step in {step.name: step for step in (*JOINT, *PROGRAM)}.values()]
 
@@ -36,9 +37,20 @@ GRAPHS: list[Callable[[], Marked]] = [
     lambda: toy_forward(toy_weights(world_size=1), "inference"),
     lambda: toy_backward(toy_weights(world_size=3, param_dtype=BF16, reduce_dtype=F16)),
     lambda: toy_backward(toy_weights()).flagged(
-        unreduced=frozenset({"head_shard"}), held=("blocks_0_bias_shard", "blocks_1_weight_shard")
+        unreduced=frozenset({"head_shard"}), added=(("blocks_0_bias_shard", F32), ("blocks_1_weight_shard", F32))
     ),
     lambda: toy_backward(toy_weights()).flagged(undefined=frozenset({"tangents_1"})),
+    lambda: toy_backward(toy_weights()).flagged(inputs_only=True),
+    lambda: toy_forward(toy_weights()).flagged(resident=("head_shard",), kept=("blocks_0_weight_shard",)),
+    lambda: toy_forward(toy_weights(world_size=4, post_forward=(2, "1"))).flagged(
+        rejoined=("head_shard",), kept=("head_shard",), resharded=("blocks_0_weight_shard",)
+    ),
+    lambda: toy_backward(toy_weights(replicas=2, reduce_dtype=BF16)),
+    lambda: toy_backward(toy_weights(replicas=2, reduce_dtype=BF16)).flagged(
+        partial=("head_shard",),
+        units=(("", UnitSettings(all_reduce=False)), ("blocks.0", UnitSettings(divide_factor=3.0, force_sum=True))),
+    ),
+    lambda: toy_backward(toy_weights(3)).flagged(units=(("", UnitSettings(backward_prefetch=("blocks.1",))),)),
     lambda: toy_backward(toy_weights(0)),
     tied,
 ]

@@ -10,7 +10,7 @@ from graphshard.ir import PassContext, unshards
 from graphshard.markers import UNSHARD, ShardSpec
 from graphshard.passes import share_reads
 
-SPEC = str(ShardSpec((4, 2), torch.float32, torch.float32, 2, "0", reshard=True))
+SPEC = str(ShardSpec((4, 2), torch.float32, torch.float32, 0, 2, "0"))
 CTX = PassContext("captured")
 
 

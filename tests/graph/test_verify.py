@@ -14,6 +14,7 @@ from graphshard import verify
 from graphshard.errors import VerifyError
 from graphshard.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
 from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.settings import UnitSettings
 from tests.graph import test_verify_collectives
 from tests.graph.graphs import (
     BF16,
@@ -125,21 +126,40 @@ def test_g4_rejects_a_changed_signature(damage: Callable[[Marked], None]) -> Non
     [
         Weight("block.b", (4,), 1, group="1"),
         Weight("block.b", (4,), 1, world_size=4),
-        Weight("block.b", (4,), 1, param_dtype=BF16),
+        Weight("block.b", (4,), 1, device="cuda"),
+        Weight("other.b", (4,), 1),
+    ],
+    ids=["group", "world size", "device", "unit"],
+)
+def test_b1_rejects_a_gather_of_unlike_members(other: Weight) -> None:
+    marked = two_gathers(Weight("block.a", (4,)), Weight("block.c", (2, 4), 2, param_dtype=BF16), other)
+    _assert_rejects_the_last_member(marked, UNSHARD)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Weight("block.b", (4,), 1, group="1"),
+        Weight("block.b", (4,), 1, world_size=4),
+        Weight("block.b", (4,), 1, replicas=2),
         Weight("block.b", (4,), 1, dtype=BF16, param_dtype=F32),
         Weight("block.b", (4,), 1, reduce_dtype=F16),
-        Weight("block.b", (4,), 1, reshard=False),
+        Weight("other.b", (4,), 1),
     ],
-    ids=["group", "world size", "param dtype", "stored dtype", "reduce dtype", "reshard policy"],
+    ids=["group", "world size", "copies", "stored dtype", "reduce dtype", "unit"],
 )
-def test_b1_rejects_a_bucket_of_unlike_members(other: Weight) -> None:
-    marked = two_gathers(Weight("block.a", (4,)), Weight("block.c", (2, 4), 2), other)
-    like, also_like, unlike = marked.calls(UNSHARD)
-    like.meta["bucket"], also_like.meta["bucket"] = ("gather:block", 0), ("gather:block", 1)
+def test_b1_rejects_a_reduction_of_unlike_members(other: Weight) -> None:
+    like = Weight("block.c", (2, 4), 2, param_dtype=BF16, reduce_dtype=F32, dim=1)
+    _assert_rejects_the_last_member(two_reductions(Weight("block.a", (4,)), like, other), REDUCE_GRAD)
+
+
+def _assert_rejects_the_last_member(marked: Marked, target: Callable[..., object]) -> None:
+    like, also_like, unlike = marked.calls(target)
+    like.meta["bucket"], also_like.meta["bucket"] = ("planned", 0), ("planned", 1)
     verify.check_buckets(marked.graph, marked.ctx)
-    unlike.meta["bucket"] = ("gather:block", 2)
+    unlike.meta["bucket"] = ("planned", 2)
     check = lambda: verify.check_buckets(marked.graph, marked.ctx)  # noqa: E731
-    assert_rejects("B1", check, f"%{unlike.name}: bucket 'gather:block'", f"%{like.name}")
+    assert_rejects("B1", check, f"%{unlike.name}: bucket 'planned'", f"%{like.name}")
 
 
 def test_b1_rejects_a_gather_and_a_reduction_in_one_bucket() -> None:
@@ -209,7 +229,7 @@ def test_s1_accepts_a_permutation_around_random_operators() -> None:
 
 
 @pytest.mark.parametrize("through", [(), (aten.t.default,), (aten.t.default, aten.alias.default)])
-def test_l1_rejects_a_gathered_parameter_kept_for_backward(through: tuple[Callable[..., object], ...]) -> None:
+def test_l1_rejects_a_gathered_parameter_saved_for_backward(through: tuple[Callable[..., object], ...]) -> None:
     build = GraphBuilder()
     weight = Weight("block.weight", (4, 4))
     x, gathered = build.input("x", [2, 4]), build.unshard(weight)
@@ -217,14 +237,13 @@ def test_l1_rejects_a_gathered_parameter_kept_for_backward(through: tuple[Callab
     for view in through:
         saved = build.call(view, saved)
     marked = build.finish(build.call(aten.mm.default, x, gathered), x, saved)
-    assert_rejects("L1", lambda: verify.check_reshard(marked.graph, 1), f"%{gathered.name}: is kept for backward")
+    assert_rejects("L1", lambda: verify.check_reshard(marked.graph, 1), f"%{gathered.name}: is saved for backward")
     verify.check_reshard(marked.graph, 3)  # the same value, when it is a result that the user asked for
 
 
-@pytest.mark.parametrize("weight", [Weight("w", (4,), reshard=False), Weight("w", (4,), world_size=1)])
-def test_l1_accepts_what_stays_gathered(weight: Weight) -> None:
+def test_l1_accepts_what_is_whole_anyway() -> None:
     build = GraphBuilder()
-    gathered = build.unshard(weight)
+    gathered = build.unshard(Weight("w", (4,), world_size=1))
     verify.check_reshard(build.finish(build.call(aten.neg.default, gathered), gathered).graph, 1)
 
 
@@ -278,6 +297,15 @@ def test_d1_rejects_a_gradient_that_has_not_its_parameters_dtype() -> None:
     (reduction,) = marked.calls(REDUCE_GRAD)
     _retyped(reduction, (6,), F16, (1,))
     assert_rejects("D1", lambda: verify.check_dtypes(marked.graph), f"%{reduction.name}: gradient is torch.float16")
+
+
+def test_d1_rejects_a_partial_gradient_that_is_not_in_the_reduce_dtype() -> None:
+    marked = two_reductions(Weight("w", (4, 3), replicas=2, reduce_dtype=F16))
+    local = lowered_until(marked.flagged(units=(("", UnitSettings(all_reduce=False)),)), "apply_flags")
+    verify.check_dtypes(local.graph)
+    (reduction,) = local.calls(REDUCE_GRAD)
+    _retyped(reduction, (6,), F32, (1,))
+    assert_rejects("D1", lambda: verify.check_dtypes(local.graph), "gradient is torch.float32, want torch.float16")
 
 
 # -- M: markers
