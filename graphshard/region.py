@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from graphshard import driver
 from graphshard.calls import Calls
-from graphshard.compat import CompileState, boxed, generated_code
+from graphshard.compat import CompileState, boxed, generated_code, hide_results
 from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, Binding, Plan, UnitState, make_plan
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
@@ -217,6 +217,7 @@ class Region:
                 run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
         else:
             run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
+            hide_results(len(flags.kept) + len(flags.resharded))
         compile_s = time.perf_counter() - start
         counts = Counter(LAUNCHES[node.target] for node in launches(lowered.gm.graph))
         record = ProgramRecord(

@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from graphshard.testing import TrainingRun, training_test
 
 DIM = 3  # no world size here divides it
+HIDDEN = 7  # with 5, 4 ranks and shards over 2, FSDP2 registers other rows than its DTensor says
 
 
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(DIM, 5), nn.Linear(5, DIM)
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
