@@ -106,7 +106,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "kept gathered": {"reshard": False},
     "tied, kept gathered": {"tied": True, "reshard": False},
-    "not grouped, kept gathered": {"grouped": False, "reshard": False},
     "half": {"outer": HALF},
     "half, not grouped": {"outer": HALF, "grouped": False},
     "half in the unit alone": {"inner": HALF, "outer": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)},
