@@ -123,6 +123,21 @@ def test_each_chunk_of_the_head_reduces_its_gradient(run: TrainingRun, case: str
 
 @pytest.mark.row("S17")
 @training_test(tolerance=BITWISE)
+def test_grouping_the_norm_with_the_head_changes_no_bit(run: TrainingRun) -> None:
+    for grouped in (True, False):
+        torch.manual_seed(1)
+        model = sharded(run, grouped=grouped)
+        for microbatch in range(2):
+            run.observe(chunked_step(run, model, microbatch), model)
+    for seen, alone in zip(run.observations[:2], run.observations[2:], strict=True):
+        assert torch.equal(seen.loss, alone.loss)
+        for name, gradient in seen.gradients.items():
+            other: Any = alone.gradients[name]
+            assert gradient is other or torch.equal(gradient.to_local(), other.to_local()), name
+
+
+@pytest.mark.row("S17")
+@training_test(tolerance=BITWISE)
 def test_whole_forwards_between_chunked_steps(run: TrainingRun) -> None:
     model = sharded(run)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
