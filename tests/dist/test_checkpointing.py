@@ -10,7 +10,6 @@ import models
 import pytest
 import torch
 from test_entry_points import SUMMED
-from test_models import INDUCTOR
 from test_training import BITWISE, loss_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -145,19 +144,6 @@ def test_selective_checkpointing(run: TrainingRun, reshard: bool) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.row("S16")
-@training_test(backends=("inductor",), tolerance=INDUCTOR)
-def test_checkpointed_blocks_of_list_units_with_inductor(run: TrainingRun) -> None:
-    model = run.shard(checkpointed("function"), annotate=functools.partial(list_units, reshard=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index in range(2):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # --- preference optimization: two forwards, one backward
 
 
@@ -201,9 +187,7 @@ class Policy(nn.Module):
 
 
 @pytest.mark.row("S22")
-@pytest.mark.parametrize(
-    ("kind", "reshard"), [("none", True), ("function", True), ("function", False), ("composable", True)]
-)
+@pytest.mark.parametrize(("kind", "reshard"), [("function", True), ("function", False), ("composable", True)])
 @training_test(tolerance=SUMMED)
 def test_nested_units_in_two_forwards_and_one_backward(run: TrainingRun, kind: str, reshard: bool) -> None:
     def annotate(model: Any, mesh: DeviceMesh) -> None:

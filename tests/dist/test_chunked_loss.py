@@ -106,7 +106,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "kept gathered": {"reshard": False},
     "tied, kept gathered": {"tied": True, "reshard": False},
-    "not grouped, kept gathered": {"grouped": False, "reshard": False},
     "half": {"outer": HALF},
     "half, not grouped": {"outer": HALF, "grouped": False},
     "half in the unit alone": {"inner": HALF, "outer": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)},
@@ -120,6 +119,21 @@ CASES: dict[str, dict[str, Any]] = {
 @training_test(tolerance=BITWISE)
 def test_each_chunk_of_the_head_reduces_its_gradient(run: TrainingRun, case: str) -> None:
     train(run, sharded(run, **CASES[case]))
+
+
+@pytest.mark.row("S17")
+@training_test(tolerance=BITWISE)
+def test_grouping_the_norm_with_the_head_changes_no_bit(run: TrainingRun) -> None:
+    for grouped in (True, False):
+        torch.manual_seed(1)
+        model = sharded(run, grouped=grouped)
+        for microbatch in range(2):
+            run.observe(chunked_step(run, model, microbatch), model)
+    for seen, alone in zip(run.observations[:2], run.observations[2:], strict=True):
+        assert torch.equal(seen.loss, alone.loss)
+        for name, gradient in seen.gradients.items():
+            other: Any = alone.gradients[name]
+            assert gradient is other or torch.equal(gradient.to_local(), other.to_local()), name
 
 
 @pytest.mark.row("S17")

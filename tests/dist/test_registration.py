@@ -38,9 +38,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 @pytest.mark.row("S3", "S4")
-@pytest.mark.parametrize(
-    ("reshard", "units"), [(True, 3), (False, 3), (2, 3), (None, 3), (True, 1), (2, 1), (None, 1)], ids=str
-)
+@pytest.mark.parametrize(("reshard", "units"), [(True, 3), (False, 3), (2, 3), (None, 3), (2, 1)], ids=str)
 @training_test(world_size=4)
 def test_registered_parameters_follow_reshard_after_forward(
     run: TrainingRun, reshard: bool | int | None, units: int

@@ -7,28 +7,13 @@ from contextlib import nullcontext
 import models
 import pytest
 import torch
-from test_models import INDUCTOR
 from test_training import BITWISE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
-
-
-class Tied(models.Decoder):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__(layers=2, tied=True)
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = checkpoint(layer, h, use_reentrant=False) if self.checkpointed else layer(h)
-        logits: Tensor = self.head(self.norm(h))
-        return logits
 
 
 def next_tokens(run: TrainingRun, model: nn.Module, index: int) -> Tensor:
@@ -49,22 +34,15 @@ def train(run: TrainingRun, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.row("S26")
-@pytest.mark.parametrize(("checkpointed", "reshard"), [(False, True), (False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("reshard", [True, False])
 @training_test(world_size=4, tolerance=BITWISE)
-def test_tied_weights_in_the_root(run: TrainingRun, checkpointed: bool, reshard: bool) -> None:
-    model = run.shard(Tied(checkpointed), reshard_after_forward=reshard)
+def test_tied_weights_around_checkpointed_blocks(run: TrainingRun, reshard: bool) -> None:
+    model = run.shard(models.Checkpointed(layers=2, tied=True), reshard_after_forward=reshard)
     train(run, model, torch.optim.Adam(model.parameters(), lr=1e-2))
     names = [name for name, _ in model.named_parameters()]
     assert "embed.weight" in names
     assert "head.weight" not in names
     run.note("tied", model.head.weight is model.embed.weight)
-
-
-@pytest.mark.row("S26")
-@training_test(backends=("inductor",), tolerance=INDUCTOR)
-def test_tied_weights_in_the_root_with_inductor(run: TrainingRun) -> None:
-    model = run.shard(Tied(checkpointed=True))
-    train(run, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
 
 
 def tied_group(model: nn.Module, mesh: DeviceMesh) -> None:

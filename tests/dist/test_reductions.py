@@ -1,0 +1,253 @@
+"""How gradients are reduced, where the user has a say: factors, sums, hooks, collectives of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+
+from graphshard.testing import Bitwise, TrainingRun, training_test
+
+BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
+AXES = ("dp_replicate", "dp_shard")
+
+Change = Callable[[Any], object]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def mlps() -> Any:
+    """The root owns the norm."""
+    return nn.Sequential(nn.LayerNorm(models.DIM), *(Mlp() for _ in range(2)))
+
+
+def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
+    loss: Tensor = model(*models.features(index, run.rank)).float().square().mean()
+    return loss
+
+
+def train(run: TrainingRun, model: Any, changes: Sequence[Change | None]) -> None:
+    """A step as it is, then one after each change. SGD: Adam would hide a factor."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index, change in enumerate([None, *changes]):
+        if change is not None:
+            change(model)
+        with run.counted(f"step {index}") if index else nullcontext():
+            loss = loss_of(model, run, index)
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def each(name: str, *values: Any) -> Change:
+    """Calls a setter, which does not recurse, of every unit."""
+
+    def change(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                getattr(module, name)(*values)
+
+    return change
+
+
+def one(name: str, *values: Any) -> Change:
+    return lambda model: getattr(model[1], name)(*values)
+
+
+FACTOR, SUM = "set_gradient_divide_factor", "set_force_sum_reduction_for_comms"
+
+
+# gloo has no reduction that multiplies first: other factors than the number of ranks need plain sums.
+@pytest.mark.row("S30")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float64], ids=str)
+@training_test(tolerance=BITWISE)
+def test_divide_factor_and_plain_sums_are_switched(run: TrainingRun, reduce_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    model = run.shard(mlps(), units=[Mlp], mp_policy=policy)
+    train(run, model, [each(SUM, True), each(FACTOR, 3.0), one(FACTOR, 5.0), each(FACTOR, 2.0), each(SUM, False)])
+
+
+@pytest.mark.row("S30", "S35")
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
+def test_hybrid_divide_factor_and_plain_sums_are_switched(run: TrainingRun) -> None:
+    model = run.shard(mlps(), units=[Mlp])
+    train(run, model, [each(SUM, True), each(FACTOR, 3.0), each(FACTOR, 2.0), each(SUM, False), one(SUM, True)])
+
+
+@pytest.mark.row("S30")
+@training_test(tolerance=BITWISE)
+def test_all_reduce_hook_sees_and_changes_each_reduced_buffer(run: TrainingRun) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def halve(gradient: Tensor) -> None:
+        seen.append((gradient.numel(), str(gradient.dtype)))
+        gradient.mul_(0.5)
+
+    def double(gradient: Tensor) -> None:
+        seen.append((-gradient.numel(), str(gradient.dtype)))
+        gradient.mul_(2)
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = run.shard(mlps(), units=[Mlp], mp_policy=half)
+    train(run, model, [each("set_all_reduce_hook", halve), one("set_all_reduce_hook", double)])
+    run.note("calls", seen)
+
+
+@pytest.mark.row("S35")
+@pytest.mark.parametrize("own_axis", [False, True])
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
+def test_all_reduce_hook_over_the_other_axis(run: TrainingRun, own_axis: bool) -> None:
+    """Behind FSDP2's own all-reduce, or in its place."""
+    group = run.mesh["dp_replicate"].get_group()
+
+    def average(gradient: Tensor) -> None:
+        dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=group)
+
+    def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
+        for module in [*list(model.children())[1:], model]:
+            fully_shard(module, mesh=mesh if own_axis else mesh["dp_shard"])
+
+    model = run.shard(mlps(), annotate=annotate)
+    train(run, model, [each("set_all_reduce_hook", average), None])
+    _, launches = run.counts[-1]
+    assert (launches["reduce_scatter"], launches["all_reduce"]) == (3, 6 if own_axis else 3)
+
+
+class Gather:
+    """A collective of the user's own, with its own buffers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.seen.append(("allocate", int(torch.Size(size).numel())))
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.seen.append(("gather", input_tensor.numel()))
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter(Gather):
+    """Doubles what it reduces: a program that reduced by itself would be seen."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.seen.append((f"scatter {op}", input_tensor.numel()))
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        output_tensor.mul_(2)
+        return work
+
+
+@pytest.mark.row("S30")
+@training_test(tolerance=BITWISE)
+def test_collectives_of_the_users_own_move_every_byte(run: TrainingRun) -> None:
+    gather, scatter = Gather(), Scatter()
+    model = run.shard(mlps(), units=[Mlp])
+    train(run, model, [each("set_custom_all_gather", gather), each("set_custom_reduce_scatter", scatter)])
+    if run.is_reference:
+        assert len([kind for kind, _ in gather.seen if kind == "gather"]) == 10
+    reduced = [call for call in scatter.seen if call[0] != "allocate"]
+    assert len(reduced) == 3
+    run.note("reduced", reduced)
+
+
+@pytest.mark.row("S30")
+@training_test(tolerance=BITWISE)
+def test_one_unit_has_collectives_of_its_own(run: TrainingRun) -> None:
+    gather, scatter = Gather(), Scatter()
+    model = run.shard(mlps(), units=[Mlp])
+    train(run, model, [one("set_custom_all_gather", gather), one("set_custom_reduce_scatter", scatter)])
+    assert {size for kind, size in gather.seen if kind == "gather"} == {sum(p.numel() for p in Mlp().parameters()) // 2}
+    run.note("reduced", [call for call in scatter.seen if call[0] != "allocate"])
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward takes one; both are in the root's unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(models.DIM, models.DIM)
+        self.branches = nn.ModuleList(nn.Linear(models.DIM, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        out: Tensor = self.branches[branch](torch.tanh(self.body(x)))
+        return out
+
+
+@pytest.mark.row("S23")
+@training_test(tolerance=BITWISE)
+def test_unused_parameters_get_zeros_where_asked_for(run: TrainingRun) -> None:
+    model: Any = run.shard(Branches(), units=[])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, reduce_unused in enumerate([False, True, False, True]):
+        model.set_reduce_scatter_unused_params(reduce_unused)
+        loss = model(*models.features(index, run.rank), index // 2).square().mean()
+        loss.backward()
+        unused = model.branches[1 - index // 2].weight.grad
+        assert (unused is not None) == reduce_unused
+        assert unused is None or not unused.to_local().any()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.row("S23")
+@training_test(tolerance=BITWISE)
+def test_ranks_may_use_different_parameters_of_a_unit(run: TrainingRun) -> None:
+    model: Any = run.shard(Branches(), units=[])
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(4):
+        loss = model(*models.features(index, run.rank), (index + run.rank) % 2).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.row("S30")
+@training_test(tolerance=BITWISE)
+def test_hints_about_buffers_and_groups_change_no_bit(run: TrainingRun) -> None:
+    model = run.shard(mlps(), units=[Mlp])
+    hints = [
+        lambda model: model.set_reduce_scatter_max_input_buffers(2),
+        lambda model: model.set_separate_reduce_scatter_group(True),
+        lambda model: model.set_separate_reduce_scatter_group(False),
+    ]
+    train(run, model, hints)
+
+
+@pytest.mark.row("S37")
+@training_test(tolerance=BITWISE)
+def test_roots_that_share_their_streams(run: TrainingRun) -> None:
+    def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
+        roots = [fully_shard(child, mesh=mesh) for child in model.children()]
+        share_comm_ctx(roots)
+
+    model = run.shard(nn.Sequential(*(Mlp() for _ in range(3))), annotate=annotate)
+    train(run, model, [None, None])
