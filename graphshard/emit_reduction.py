@@ -130,11 +130,8 @@ def _added(build: Builder, flat: Node, numels: Sequence[int], partials: Sequence
     """`flat` plus what earlier backwards left partial."""
     if not any(partials):
         return flat
-    value = val(flat)
-    terms: list[Any] = [
-        build.call_with(aten.full.default, ([numel], 0), {"dtype": value.dtype, "device": value.device})
-        if partial is None
-        else partial
+    terms = [
+        build.call(aten.new_zeros.default, flat, [numel]) if partial is None else partial
         for partial, numel in zip(partials, numels, strict=True)
     ]
     return build.call(aten.add.Tensor, flat, build.call(aten.cat.default, terms) if len(terms) > 1 else terms[0])
