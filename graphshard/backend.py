@@ -22,6 +22,7 @@ from graphshard.compat import (
     compile_graph_inductor,
     compile_region_aot,
     compile_region_inductor,
+    ends_in_graph_break,
     partition,
     source_digest,
 )
@@ -97,6 +98,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
             number,
             _shard_positions(engine, inputs),
             len(inputs),
+            ends_in_graph_break(gm),
             compile_graph_inductor if inductor else _run_as_is,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )

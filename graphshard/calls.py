@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphshard.compat import accumulates_into, compiled_function_node, keeps_graph, will_run
 from graphshard.dispatch import Binding
+from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
 
 
@@ -40,11 +41,13 @@ class Backward:
     Attributes:
         absent: whether each tangent has no gradient.
         again: shards that a later call of the same backward uses too.
+        units_again: split units (see `Holdings`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
     """
 
     absent: tuple[bool, ...] = ()
     again: frozenset[Shard] = field(default_factory=frozenset)
+    units_again: frozenset[Unit] = field(default_factory=frozenset)
     inputs_only: bool = False
 
 
@@ -53,11 +56,13 @@ class Calls:
 
     Args:
         live: all calls of the model whose backward is still to come.
+        split: the model's split units.
         region: number of the region.
     """
 
-    def __init__(self, live: weakref.WeakSet[Call], region: int) -> None:
+    def __init__(self, live: weakref.WeakSet[Call], split: set[Unit], region: int) -> None:
         self._live = live
+        self._split = split
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
@@ -85,12 +90,14 @@ class Calls:
             )
         self._live.discard(call)
         binding, again = call.binding, frozenset[Shard]()
+        split, units_again = binding.parts & self._split, frozenset[Unit]()
         for other in self._live:
-            if (shared := binding.overlap(other.binding)) and not shared <= again and other.follows():
-                again |= shared
+            shared, units = binding.overlap(other.binding), split & other.binding.unit_set
+            if not (shared <= again and units <= units_again) and other.follows():
+                again, units_again = again | shared, units_again | units
         leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
         inputs_only = leaf is not None and not accumulates_into(leaf)
-        self._local.backward = Backward(tuple(grads[i] is None for i in numbers), again, inputs_only)
+        self._local.backward = Backward(tuple(grads[i] is None for i in numbers), again, units_again, inputs_only)
 
     def backward(self) -> Backward:
         """What the backward that runs now asks, as its node has seen just before."""

@@ -131,6 +131,12 @@ def keep_static(tensor: Tensor) -> None:
     torch._dynamo.mark_static(tensor)
 
 
+def ends_in_graph_break(gm: GraphModule) -> bool:
+    """Whether Dynamo ended a captured graph before its frame ended."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
+
+
 def sets_grad_mode(node: Node) -> bool | None:
     """What a node of a captured graph switches gradients to; None if it does not."""
     if node.op == "call_function" and node.target is torch._C._set_grad_enabled:

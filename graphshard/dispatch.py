@@ -20,9 +20,9 @@ from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Sh
 
 # What becomes of a unit's gathered parameters behind a program.
 RESHARD, KEEP, TO_POST_FORWARD = 0, 1, 2
-# In a slot's state, beside the bits of its shard: whether the same backward will run another call that uses it, and
-# whether this call gives it a gradient.
-AGAIN, REACHED = 32, 64
+# In a slot's state, beside the bits of its shard: whether the same backward will run another call that uses it, whether
+# this call gives it a gradient, and whether it stays gathered for others of its unit.
+AGAIN, REACHED, STAYS = 32, 64, 128
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,11 @@ class Binding:
         self.slots: list[list[int]] = [[] for _ in self.units]
         for slot, (ordinal, _) in enumerate(self.grouping):
             self.slots[ordinal].append(slot)
+        self.unit_set = frozenset(self.units)
         self._own = {unit.name: ordinal for ordinal, unit in enumerate(self.units)}
+        self.parts = frozenset(
+            unit for unit, slots in zip(self.units, self.slots, strict=True) if len(slots) < len(unit.params)
+        )  # units of which only some parameters are here
         self.overlaps: dict[int, frozenset[Shard]] = {}  # id of another binding -> trainable shards of both
 
     def overlap(self, other: Binding) -> frozenset[Shard]:
@@ -154,7 +158,7 @@ def make_plan(
         for slot in slots:
             if slot in gathered and not binding.shards[slot].is_whole:
                 _place(plan, slot, bits[slot], state.behind)
-            if bits[slot] & (RESIDENT | POST_FORWARD) and not bits[slot] & AGAIN and state.behind == RESHARD:
+            if bits[slot] & (RESIDENT | POST_FORWARD) and not bits[slot] & (AGAIN | STAYS) and state.behind == RESHARD:
                 plan.dropped.append(slot)
             if slot in reduced and bits[slot] & REACHED and not inputs_only:
                 _reduce(plan, slot, reduced[slot], bits[slot], state, unit)

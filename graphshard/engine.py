@@ -75,7 +75,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs)
-        self._outside = OutsideGathers(programs, self.backward_runs)
+        self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
         self._shards: list[Shard] = []
@@ -196,7 +196,12 @@ class Engine:
         if not self.compiled:
             return module_call(module, *args, **kwargs)
         if self.running:
-            return self._enter(module, method, args, kwargs)
+            self.holdings.nested = True
+            try:
+                return self._enter(module, method, args, kwargs)
+            finally:
+                for unit in self._units_of(module):
+                    self.holdings.end_unit(unit)
         if dispatch_mode_active():
             self.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
             with self.eager():
@@ -251,8 +256,9 @@ class Engine:
         entry = module.__dict__[capture.SHARDS][name]
         shard = self.shard_at[entry[0].data_ptr()]
         self.touched([shard.unit])
+        self.holdings.split_if_broken([shard.unit], broken=True)
         owner = shard.fqn.rpartition(".")[0] or "the root"
-        self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced one by one")
+        self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
         full = self._outside.gather(shard, self.running)
         return full if len(entry) == 2 else capture.as_tensor_parallel(full, *entry[2:])
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from graphshard.calls import Call
+from graphshard.compat import backward_id
 from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD
 from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
@@ -21,12 +22,20 @@ class Holdings:
     Attributes:
         active: units of which some shard holds something, or did lately.
         touched: units that the running forward used.
+        split: units of which several regions use parts, because of a graph break: they are gathered and reduced as a
+            whole, by a program of their own.
+        regions_run: how many regions the running forward has run.
+        nested: whether the running forward called a module outside any graph.
         calls: calls of regions whose backward is still to come.
     """
 
     def __init__(self, programs: UnitPrograms) -> None:
         self.active: set[Unit] = set()
         self.touched: set[Unit] = set()
+        self.split: set[Unit] = set()
+        self.regions_run = 0
+        self.nested = False
+        self._in_backward = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._programs = programs
         self._shards: dict[Unit, list[Shard]] = {}
@@ -100,6 +109,9 @@ class Holdings:
     def begin_forward(self, module: nn.Module) -> None:
         """A call of `module` begins."""
         self.touched.clear()
+        self.regions_run, self.nested = 0, False
+        # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
+        self._in_backward = backward_id() != -1
         if (partial := self._partial_of.get(id(module))) is None:
             partial = self._partial_of[id(module)] = self._partly_inside(module)
         self._partial = partial
@@ -124,9 +136,27 @@ class Holdings:
 
     def behind_forward(self, unit: Unit) -> int:
         """What becomes of a unit's gathered parameters behind the running forward."""
-        if not unit.reshard_after_forward or unit in self._partial or unit.reduce_unused:
+        if not unit.reshard_after_forward or unit in self._partial or self._in_backward or unit.reduce_unused:
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
+
+    def split_if_broken(self, units: Iterable[Unit], broken: bool) -> None:
+        """A region is about to use parts of `units`; `broken`: a graph break ends it."""
+        if broken or self.nested or self.regions_run:
+            for unit in units:
+                self.split.add(unit)
+                self.gather_whole(unit)
+
+    def gather_whole(self, unit: Unit) -> None:
+        """Gathers what of a unit is not gathered."""
+        if unit.world_size > 1:
+            self.unshard([unit])
+            self.finish([unit])
+
+    def end_unit(self, unit: Unit) -> None:
+        """The forward of a unit's module ends, outside any graph."""
+        if unit in self.active and self.behind_forward(unit) == RESHARD:
+            self.reshard([unit])
 
     def end_forward(self) -> None:
         """The outermost call ends."""
@@ -142,14 +172,27 @@ class Holdings:
 
     # -- backward
 
+    def end_split(self, units: Iterable[Unit]) -> None:
+        """No other call of this backward uses the split `units`."""
+        for unit in units:
+            shards = self._shards[unit]
+            self._hold_pending(shards)
+            if unit.reduce_grads and not unit.reduce_unused:
+                self._reduce(unit, shards)
+            if unit.reshard_after_backward:
+                self.reshard([unit])
+
+    def _hold_pending(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            if shard.pending is not None:
+                shard.hold(shard.pending, shared=True)
+                shard.pending = None
+
     def end_backward(self) -> None:
         """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay."""
         for unit in [unit for unit in self._shards if unit in self.active or unit.reduce_unused]:
             shards = self._shards[unit]
-            for shard in shards:
-                if shard.pending is not None:
-                    shard.hold(shard.pending, shared=True)
-                    shard.pending = None
+            self._hold_pending(shards)
             if unit.reduce_grads:
                 self._reduce(unit, shards)
             if unit.reshard_after_backward:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.fsdp2 import Unit
 from graphshard.report import ProgramRecord
 from graphshard.shards import Shard
 from graphshard.unit_programs import UnitPrograms
@@ -18,11 +19,13 @@ class OutsideGathers:
 
     Args:
         programs: make and count the collectives.
+        active: units that hold something.
         backward_runs: is called by each backward.
     """
 
-    def __init__(self, programs: UnitPrograms, backward_runs: Callable[[], None]) -> None:
+    def __init__(self, programs: UnitPrograms, active: set[Unit], backward_runs: Callable[[], None]) -> None:
         self._programs = programs
+        self._active = active
         self._backward_runs = backward_runs
         self._gathered: dict[tuple[int, bool], Tensor] = {}
 
@@ -59,9 +62,10 @@ class OutsideGathers:
         """Does with a gradient what the flags say now."""
         self._backward_runs()
         shard.hold(grad, shared=True)
-        if shard.unit.reduce_grads and not shard.unit.reduce_unused:
-            if record is None:
-                shard.report.eager_reductions[shard.fqn] += 1
+        self._active.add(shard.unit)
+        if record is None:
+            shard.report.eager_reductions[shard.fqn] += 1  # at the end of this backward, with the rest of its unit
+        elif shard.unit.reduce_grads and not shard.unit.reduce_unused:
             self._programs.reduce(shard.unit, [shard], record)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.calls import Calls
+from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
-from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, Binding, Plan, UnitState, make_plan
+from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, Plan, UnitState, make_plan
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
@@ -70,6 +70,7 @@ class MarkedGraph:
     Attributes:
         slots: (placeholder of a shard, its position among the arguments), in argument order.
         gathered: slots that are gathered.
+        last_gathered: the slot that is gathered last, None if none is.
         reduced: slot -> position among the results of its reduced gradient.
         tangents: placeholders of the gradients of outputs.
         kwargs: what the compiler gave along.
@@ -80,10 +81,16 @@ class MarkedGraph:
     inputs: list[Any]
     slots: list[tuple[str, int]]
     gathered: frozenset[int]
+    last_gathered: int | None
     reduced: dict[int, int]
     tangents: list[str]
     kwargs: dict[str, Any]
     state: CompileState
+
+    def last_unit(self, binding: Binding) -> Unit | None:
+        """The unit that is gathered last."""
+        last = self.last_gathered
+        return None if last is None else binding.shards[last].unit
 
 
 @dataclass
@@ -106,6 +113,7 @@ class Region:
         number: of this region, for dumps and reports.
         positions: shards by their position among the graph's inputs.
         num_inputs: number of these inputs.
+        broken: whether a graph break ends the graph.
         compile_graph: makes code of a lowered graph.
         patches: compiler configuration for programs that are compiled late.
     """
@@ -116,6 +124,7 @@ class Region:
         number: int,
         positions: dict[int, Shard],
         num_inputs: int,
+        broken: bool,
         compile_graph: CompileGraph,
         patches: dict[str, Any],
     ) -> None:
@@ -123,12 +132,13 @@ class Region:
         self.number = number
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._num_inputs = num_inputs
+        self._broken = broken
         self._compile_graph = compile_graph
         self._patches = patches
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
-        self.calls = Calls(engine.holdings.calls, number)
+        self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
     def engine(self) -> Engine:
@@ -147,13 +157,15 @@ class Region:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         slots = self._slots(gm, direction)
         slot_of = {name: slot for slot, (name, _) in enumerate(slots)}
+        gathers = [slot_of[shard_placeholder(node).name] for node in unshards(gm.graph)]
         owners = {node: slot_of[shard_placeholder(node).name] for node in reductions(gm.graph)}
         graph = MarkedGraph(
             direction,
             gm,
             list(inputs),
             slots,
-            frozenset(slot_of[shard_placeholder(node).name] for node in unshards(gm.graph)),
+            frozenset(gathers),
+            gathers[-1] if gathers else None,
             {owners[result]: i for i, result in enumerate(output_args(gm.graph)) if result in owners},
             [node.name for node in gm.graph.nodes if is_tangent(node)],
             kwargs,
@@ -165,6 +177,7 @@ class Region:
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
+        self._touch(binding)
         self._program(graph, binding, self._forward_states(binding), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
@@ -243,6 +256,11 @@ class Region:
             binding = engine.bindings[key] = Binding(tuple(engine.shard_at[address] for address in addresses))
         return binding
 
+    def _touch(self, binding: Binding) -> None:
+        self.engine.touched(binding.units)
+        if binding.parts:
+            self.engine.holdings.split_if_broken(binding.parts, self._broken)
+
     def _forward_states(self, binding: Binding) -> list[UnitState]:
         shards, holdings = binding.shards, self.engine.holdings
         resides = RESIDENT | POST_FORWARD
@@ -259,7 +277,8 @@ class Region:
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
-        self.engine.touched(binding.units)
+        self._touch(binding)
+        self.engine.holdings.regions_run += 1
         if graph.direction == "forward":
             self.calls.begin(binding)
         program = self._program(graph, binding, self._forward_states(binding))
@@ -285,21 +304,29 @@ class Region:
         return results
 
     def _backward_states(
-        self, graph: MarkedGraph, binding: Binding, again: frozenset[Shard], dead: frozenset[int]
+        self, graph: MarkedGraph, binding: Binding, asked: Backward, dead: frozenset[int]
     ) -> list[UnitState]:
-        active, shards, reduced = self.engine.holdings.active, binding.shards, graph.reduced
+        holdings, shards, reduced = self.engine.holdings, binding.shards, graph.reduced
+        again = asked.again
+        split = binding.parts & holdings.split if binding.parts else frozenset[Unit]()
         states = []
         for unit, slots in zip(binding.units, binding.slots, strict=True):
+            if unit in split and not graph.gathered.isdisjoint(slots):
+                holdings.gather_whole(unit)
             bits: tuple[int, ...] = ()
-            if again or dead or unit in active:
+            if again or dead or unit in holdings.active:
                 bits = tuple(
                     shards[slot].bits
                     | (AGAIN if shards[slot] in again else 0)
+                    | (STAYS if unit in asked.units_again else 0)
                     | (REACHED if reduced.get(slot, -1) not in dead else 0)
                     for slot in slots
                 )
-            behind = RESHARD if unit.reshard_after_backward else KEEP
-            reduces = unit.reduce_grads and not unit.reduce_unused
+            stays = not unit.reshard_after_backward or (
+                unit is graph.last_unit(binding) and not again.isdisjoint(shards)
+            )
+            behind = KEEP if stays else RESHARD
+            reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split
             states.append(UnitState(unit.settings(), behind, reduces, unit.post_forward, bits))
         return states
 
@@ -310,7 +337,7 @@ class Region:
         asked = self.calls.backward()
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
-        states = self._backward_states(graph, binding, asked.again, dead)
+        states = self._backward_states(graph, binding, asked, dead)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
@@ -331,6 +358,8 @@ class Region:
             self._take(shards[slot], grad, (slot, position), plan, not shared.isdisjoint(_storages([grad])))
             shared |= _storages([grad])
             engine.holdings.active.add(shards[slot].unit)
+        if binding.parts:
+            engine.holdings.end_split((binding.parts & engine.holdings.split) - asked.units_again)
         return results
 
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
