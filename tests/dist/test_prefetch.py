@@ -62,20 +62,22 @@ def launched(seen: list[str]) -> list[str]:
     return [event.removeprefix("launch ") for event in seen if event.startswith("launch ")]
 
 
-def check_prefetched(seen: list[str], ahead: dict[str, list[str]], order: list[str]) -> None:
+def check_prefetched(seen: list[str], ahead: dict[str, list[str]], order: list[str], *, others: bool = False) -> None:
     """Each unit, when it has arrived and before its own compute, launches those of its list that are not on their way.
 
     Args:
         seen: events.
         ahead: the lists, by unit; a unit without one: nothing is demanded.
         order: of the units' waits.
+        others: it may launch others, too, such as those that FSDP2 reaches by running ahead of the device.
     """
     assert [event.removeprefix("wait ") for event in seen if event.startswith("wait ")] == order
     for unit, following in ahead.items():
         arrived = seen.index(f"wait {unit}")
         before = set(launched(seen[:arrived]))
         compute = seen.index("compute", arrived)
-        assert launched(seen[arrived:compute]) == [name for name in following if name not in before], (unit, seen)
+        now = [name for name in launched(seen[arrived:compute]) if name in following or not others]
+        assert now == [name for name in following if name not in before], (unit, seen)
 
 
 def names(*layers: int) -> list[str]:
@@ -148,16 +150,16 @@ def test_modules_to_prefetch_may_be_chosen_between_steps(run: TrainingRun) -> No
 
 @pytest.mark.row("S14")
 @training_test()
-def test_prefetching_out_of_order_changes_no_bit(run: TrainingRun) -> None:
+def test_prefetching_may_skip_a_layer(run: TrainingRun) -> None:
     model: Any = run.shard(models.Decoder(LAYERS))
     first, *_, last = layers = list(model.layers)
     first.set_modules_to_forward_prefetch([last])
-    last.set_modules_to_backward_prefetch([first, layers[1]])
+    last.set_modules_to_backward_prefetch([layers[1], first])
     train(run, model)
     if not run.is_reference:
         forward, backward = (events(ran_last(model, direction)) for direction in ("forward", "backward"))
-        check_prefetched(forward, {"layers.0": names(LAYERS - 1)}, ["root", *names(*range(LAYERS))])
-        check_prefetched(backward, {names(LAYERS - 1)[0]: names(0, 1)}, names(*reversed(range(LAYERS))))
+        check_prefetched(forward, {"layers.0": ["layers.3"]}, ["root", *names(*range(LAYERS))], others=True)
+        check_prefetched(backward, {"layers.3": names(1, 0)}, names(*reversed(range(LAYERS))))
 
 
 class Reused(nn.Module):

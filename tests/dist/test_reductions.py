@@ -182,7 +182,8 @@ def test_one_unit_has_collectives_of_its_own(run: TrainingRun) -> None:
     gather, scatter = Gather(), Scatter()
     model = run.shard(mlps(), units=[Mlp])
     train(run, model, [one("set_custom_all_gather", gather), one("set_custom_reduce_scatter", scatter)])
-    assert {size for kind, size in gather.seen if kind == "gather"} == {sum(p.numel() for p in Mlp().parameters()) // 2}
+    sizes = [size for kind, size in gather.seen if kind == "gather"]  # a backward may gather what it reads alone
+    assert max(sizes) == sizes[0] == sum(p.numel() for p in Mlp().parameters()) // 2
     run.note("reduced", [call for call in scatter.seen if call[0] != "allocate"])
 
 
