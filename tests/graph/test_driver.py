@@ -19,6 +19,7 @@ from graphshard.ir import WAIT, Builder, aten, launches, output_node
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.passes import PROGRAM, Pass
 from graphshard.printer import format_graph
+from graphshard.settings import UnitSettings
 from tests.graph.graphs import F32, Marked, Weight, toy_backward, toy_forward, toy_weights, two_gathers
 
 
@@ -61,6 +62,17 @@ def test_lower_says_what_each_pass_did() -> None:
     ]  # fmt: skip
     assert lowered.passes_s > 0
     assert lowered.gm.code.count("wait_tensor.default(") == 2 + 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("all_reduce", [False, True])
+def test_lower_knows_what_must_be_reduced_over_copies(world_size: int, all_reduce: bool) -> None:
+    marked = backward(1, world_size=world_size, replicas=2).flagged(
+        partial=("head_shard",),
+        unreduced=frozenset({"blocks_0_bias_shard"}),
+        units=(("", UnitSettings(all_reduce=all_reduce)),),
+    )
+    assert len(launches(lower(marked).gm.graph)) == (world_size > 1) * (1 + 2) + 1 + all_reduce
 
 
 def test_lower_of_a_graph_without_markers_does_nothing() -> None:

@@ -273,6 +273,12 @@ def test_r1_rejects_a_gradient_reduced_twice() -> None:
     assert_rejects("R1", check, "head: its gradient is reduced 2 times, want 1")
 
 
+def test_r1_counts_a_reduction_over_shards_and_copies_once() -> None:
+    for changes in ({"replicas": 2}, {"replicas": 2, "world_size": 1}):
+        lowered = lowered_until(toy_backward(toy_weights(**changes)))
+        verify.check_reductions(lowered.graph, lowered.ctx, TOY_FQNS)
+
+
 def test_r1_rejects_a_reduction_that_nobody_asked_for() -> None:
     lowered = lowered_backward()
     check = lambda: verify.check_reductions(lowered.graph, lowered.ctx, TOY_FQNS - {"head"})  # noqa: E731

@@ -8,7 +8,7 @@ import pytest
 from torch.fx import Node
 
 from graphshard import verify
-from graphshard.ir import REDUCE_SCATTER, WAIT, Builder, aten, launches
+from graphshard.ir import ALL_REDUCE, REDUCE_SCATTER, WAIT, Builder, aten, launches
 from graphshard.markers import REDUCE_GRAD
 from tests.graph.graphs import BF16, Weight, lowered_until, toy_backward, toy_forward, toy_weights, two_reductions
 from tests.graph.rejection import assert_rejects, lowered_backward, lowered_forward
@@ -114,6 +114,20 @@ def test_c3_rejects_a_gather_made_twice() -> None:
     assert_rejects("C3", check, "blocks.0.bias: all_gather")
 
 
+def test_c3_rejects_a_lost_all_reduce() -> None:
+    marked = toy_backward(toy_weights(replicas=2))
+    before = verify.traffic(marked.graph, marked.ctx)
+    lowered = lowered_until(marked)
+    verify.check_traffic(lowered.graph, lowered.ctx, before)
+    wait = next(node for node in lowered.calls(WAIT) if node.all_input_nodes[0].target is ALL_REDUCE)
+    launch = wait.all_input_nodes[0]
+    wait.replace_all_uses_with(launch.all_input_nodes[0])
+    for node in (wait, launch):
+        lowered.graph.erase_node(node)
+    check = lambda: verify.check_traffic(lowered.graph, lowered.ctx, before)  # noqa: E731
+    assert_rejects("C3", check, "head: all_reduce got None")
+
+
 def test_c3_rejects_another_dtype_on_the_wire() -> None:
     weight = Weight("block.weight", (4, 3), reduce_dtype=BF16)
     marked = two_reductions(weight)
@@ -125,7 +139,8 @@ def test_c3_rejects_another_dtype_on_the_wire() -> None:
 
 
 def test_c3_counts_markers_and_launches_alike() -> None:
-    for marked in (toy_forward(toy_weights()), toy_backward(toy_weights(world_size=3))):
+    backwards = [{"world_size": 3}, {"replicas": 2}, {"world_size": 1, "replicas": 2}]
+    for marked in (toy_forward(toy_weights()), *(toy_backward(toy_weights(**changes)) for changes in backwards)):
         before = verify.traffic(marked.graph, marked.ctx)
         assert before
         lowered = lowered_until(marked)
