@@ -45,7 +45,7 @@ from graphshard.ir import (
 from graphshard.markers import UNSHARD
 from graphshard.printer import format_graph, format_type
 
-# (FQN, "all_gather" or "reduce_scatter") -> (times, elements, dtype)
+# (FQN, kind of collective) -> how often each (elements, dtype)
 Traffic = Mapping[tuple[str, str], Counter[tuple[int, torch.dtype]]]
 Signature = tuple[tuple[str, ...], int]
 

@@ -16,7 +16,7 @@ from graphshard.passes import order_launches
 from graphshard.passes.order_launches import Move, OrderEdit
 from graphshard.settings import UnitSettings
 from tests.graph.graphs import GraphBuilder, Marked, Weight, lowered_until, toy_backward, toy_forward, toy_weights
-from tests.graph.lockstep import run_ranks
+from tests.graph.lockstep import mesh_groups, run_ranks
 
 COMPUTE = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.relu.default: "relu", aten.neg.default: "neg"}
 
@@ -208,11 +208,17 @@ def test_order_loses_nothing_in_a_long_graph() -> None:
     assert found == expected
 
 
+UNITS = st.sampled_from(["u0", "u1", "u2", "elsewhere"])
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Marked:
-    """A backward graph that gathers and reduces a few parameters, and draws random numbers, in any order."""
+    """A backward graph that gathers and reduces a few parameters, and draws random numbers, in any order; its units
+    prefetch any others.
+    """
     build = GraphBuilder("backward")
-    weights = [Weight(f"u{i % 3}.p{i}", (4,), i) for i in range(draw(st.integers(1, 6)))]
+    replicas = draw(st.integers(1, 2))
+    weights = [Weight(f"u{i % 3}.p{i}", (4,), i, replicas=replicas) for i in range(draw(st.integers(1, 6)))]
     for weight in weights:
         build.shard(weight)
     values: list[Node] = [build.input("tangents_1", [4])]
@@ -230,19 +236,23 @@ def programs(draw: st.DrawFn) -> Marked:
             values.append(build.call(aten.bernoulli.p, value, 0.5))
         else:
             values.append(build.call(aten.sub.Tensor, values[-1], value))
-    return build.finish(*reduced.values(), values[-1])
+    chosen = draw(st.dictionaries(UNITS, st.lists(UNITS, unique=True).map(tuple), max_size=2))
+    units = tuple((unit, UnitSettings(backward_prefetch=others)) for unit, others in chosen.items())
+    return build.finish(*reduced.values(), values[-1]).flagged(units=units)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(programs())
 def test_order_permutes_any_program_without_changing_it(marked: Marked) -> None:
-    args = [[torch.full((2,), float(4 * rank + i)) for i in range(len(marked.ctx.params))] for rank in range(2)]
-    tangents = [torch.arange(4.0) + rank for rank in range(2)]
+    ranks = range(4)  # of shards and of their copies, if there are any
+    args = [[torch.full((2,), float(4 * rank + i)) for i in range(len(marked.ctx.params))] for rank in ranks]
+    tangents = [torch.arange(4.0) + rank for rank in ranks]
     results = []
     for lowered in (lowered_until(marked, "insert_collectives"), ordered(marked)):
         assert len(launches(lowered.graph)) == sum(node.target is WAIT for node in lowered.graph.nodes)
         torch.manual_seed(0)
-        results.append(run_ranks(lowered.gm, [[*mine, tangent] for mine, tangent in zip(args, tangents, strict=True)]))
+        given = [[*mine, tangent] for mine, tangent in zip(args, tangents, strict=True)]
+        results.append(run_ranks(lowered.gm, given, mesh_groups(2, 2)))
     for before, after in zip(*results, strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     driver.lower(marked.gm, marked.ctx, "random")  # with every check of the driver
