@@ -16,16 +16,32 @@ from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What the user called, from outside any forward.
+
+    Attributes:
+        units: of the called module itself.
+        partial: units of a list of modules of which the called one holds some, not all: they stay gathered, as FSDP2
+            waits for the others, and their backward ends nothing but them.
+    """
+
+    units: frozenset[Unit] = frozenset()
+    partial: frozenset[Unit] = frozenset()
+
+
 class Call:
     """One call of a region, from its forward to its backward. The node of autograd's graph owns it.
 
     Attributes:
         binding: its shards.
+        entry: what the user called.
         node: weakly, the node.
     """
 
-    def __init__(self, binding: Binding, node: Any) -> None:
+    def __init__(self, binding: Binding, entry: Entry, node: Any) -> None:
         self.binding = binding
+        self.entry = entry
         self.node = weakref.ref(node)
 
     def follows(self) -> bool:
@@ -39,12 +55,14 @@ class Backward:
     """What the running backward asks of one call.
 
     Attributes:
+        entry: what the user called in forward.
         absent: whether each tangent has no gradient.
         again: shards that a later call of the same backward uses too.
         units_again: split units (see `Holdings`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
     """
 
+    entry: Entry = Entry()
     absent: tuple[bool, ...] = ()
     again: frozenset[Shard] = field(default_factory=frozenset)
     units_again: frozenset[Unit] = field(default_factory=frozenset)
@@ -66,18 +84,18 @@ class Calls:
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def begin(self, binding: Binding) -> None:
-        """Is told the shards of the forward that runs now."""
-        self._local.binding = binding
+    def begin(self, binding: Binding, entry: Entry) -> None:
+        """Is told the shards of the forward that runs now, and what the user called."""
+        self._local.begun = binding, entry
 
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
         node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
-        binding: Binding | None = self._local.__dict__.pop("binding", None)
+        binding, entry = self._local.__dict__.pop("begun", None) or (Binding(()), Entry())
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            call = Call(binding or Binding(()), node)
+            call = Call(binding, entry, node)
             self._live.add(call)
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
 
@@ -97,7 +115,9 @@ class Calls:
                 again, units_again = again | shared, units_again | units
         leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
         inputs_only = leaf is not None and not accumulates_into(leaf)
-        self._local.backward = Backward(tuple(grads[i] is None for i in numbers), again, units_again, inputs_only)
+        self._local.backward = Backward(
+            call.entry, tuple(grads[i] is None for i in numbers), again, units_again, inputs_only
+        )
 
     def backward(self) -> Backward:
         """What the backward that runs now asks, as its node has seen just before."""

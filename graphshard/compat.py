@@ -27,6 +27,7 @@ from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -124,6 +125,15 @@ def inline_only(function: C) -> C:
 def fake_tensors() -> Any:
     """A mode of its own in which tensors have no data."""
     return FakeTensorMode()
+
+
+def moved_tensors(values: Any, device: torch.device) -> Any:
+    """`values` with every tensor, in any containers, on `device`."""
+
+    def moved(value: Tensor) -> Tensor:
+        return value if value.device.type == device.type else value.to(device, non_blocking=True)
+
+    return tree_map_only(Tensor, moved, values)
 
 
 def keep_static(tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ them, are worked out once per key.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,16 +75,14 @@ class Binding:
 
     def key(self, states: Sequence[UnitState]) -> tuple[object, ...]:
         """What programs of equal blocks have in common: units by ordinal, not by name."""
-        return tuple(
-            state
-            if not (state.settings.forward_prefetch or state.settings.backward_prefetch)
-            else (
-                state,
-                self._ordinals(state.settings.forward_prefetch),
-                self._ordinals(state.settings.backward_prefetch),
-            )
-            for state in states
-        )
+        return tuple(self._key(state) for state in states)
+
+    def _key(self, state: UnitState) -> object:
+        settings = state.settings
+        if not (settings.forward_prefetch or settings.backward_prefetch):
+            return state
+        unnamed = replace(state, settings=replace(settings, forward_prefetch=(), backward_prefetch=()))
+        return unnamed, self._ordinals(settings.forward_prefetch), self._ordinals(settings.backward_prefetch)
 
     def _ordinals(self, names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self._own[name] for name in names if name in self._own)
@@ -162,7 +160,8 @@ def make_plan(
                 plan.dropped.append(slot)
             if slot in reduced and bits[slot] & REACHED and not inputs_only:
                 _reduce(plan, slot, reduced[slot], bits[slot], state, unit)
-        if any(slot in plan.resharded for slot in slots):
+        known = [other.post_forward for other in plan.ranks]
+        if any(slot in plan.resharded for slot in slots) and unit.post_forward not in known:
             plan.ranks.append(unit)
     shards = binding.shards
     plan.flags = Flags(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
-from torch.utils._pytree import tree_map_only
 
 from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
@@ -24,6 +23,7 @@ from graphshard.compat import (
     dispatch_mode_active,
     hooks_of,
     module_call,
+    moved_tensors,
     uncaptured,
 )
 from graphshard.dispatch import Binding
@@ -81,6 +81,7 @@ class Engine:
         self._shards: list[Shard] = []
         self._event: Any = None
         self._backward_id = -1
+        self._ending: frozenset[Unit] = frozenset()
         self._entries: dict[object, Callable[..., Any]] = {}
         self._modules = list(model.modules())
         self._hook_keys: list[int] = []
@@ -228,10 +229,7 @@ class Engine:
             torch.accelerator.current_stream().wait_event(self._event)
             self._event = None
 
-        def moved(value: Tensor) -> Tensor:
-            return value if value.device.type == device.type else value.to(device, non_blocking=True)
-
-        return tree_map_only(Tensor, moved, args), tree_map_only(Tensor, moved, kwargs)
+        return moved_tensors(args, device), moved_tensors(kwargs, device)
 
     def _enter(
         self, module: nn.Module, method: capture.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -256,7 +254,8 @@ class Engine:
         entry = module.__dict__[capture.SHARDS][name]
         shard = self.shard_at[entry[0].data_ptr()]
         self.touched([shard.unit])
-        self.holdings.split_if_broken([shard.unit], broken=True)
+        for unit in self.holdings.wanted_whole(frozenset([shard.unit]), broken=True):
+            self.holdings.gather_whole(unit)
         owner = shard.fqn.rpartition(".")[0] or "the root"
         self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
         full = self._outside.gather(shard, self.running)
@@ -309,15 +308,20 @@ class Engine:
 
     # -- backward
 
-    def backward_runs(self) -> None:
-        """Sees to it that what is held is looked at when the running backward ends."""
+    def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
+        """Sees to it that what is held is looked at when the running backward ends.
+
+        Args:
+            only: units that it ends, of a list of modules that was called in parts; empty: all.
+        """
         if (number := backward_id()) != self._backward_id:
-            self._backward_id = number
+            self._backward_id, self._ending = number, only
             call_at_end_of_backward(self._end_backward)
+        self._ending = self._ending | only if only and self._ending else frozenset()
 
     def _end_backward(self) -> None:
         self._backward_id = -1
-        self.holdings.end_backward()
+        self.holdings.end_backward(self._ending)
 
     # -- engines
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
-from graphshard.calls import Call
+from graphshard.calls import Call, Entry
 from graphshard.compat import backward_id
-from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD
+from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD, Binding
 from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
 from graphshard.unit_programs import Gather, UnitPrograms
@@ -21,6 +21,7 @@ class Holdings:
 
     Attributes:
         active: units of which some shard holds something, or did lately.
+        entry: what the user called.
         touched: units that the running forward used.
         split: units of which several regions use parts, because of a graph break: they are gathered and reduced as a
             whole, by a program of their own.
@@ -40,8 +41,8 @@ class Holdings:
         self._programs = programs
         self._shards: dict[Unit, list[Shard]] = {}
         self._gathers: dict[Unit, tuple[Gather, list[Shard]]] = {}  # under way
-        self._partial: frozenset[Unit] = frozenset()
-        self._partial_of: dict[int, frozenset[Unit]] = {}
+        self.entry = Entry()
+        self._entry_of: dict[int, Entry] = {}
 
     def install(self, shards: Iterable[Shard]) -> None:
         """Takes over shards, new or renewed."""
@@ -112,40 +113,48 @@ class Holdings:
         self.regions_run, self.nested = 0, False
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
         self._in_backward = backward_id() != -1
-        if (partial := self._partial_of.get(id(module))) is None:
-            partial = self._partial_of[id(module)] = self._partly_inside(module)
-        self._partial = partial
+        if (entry := self._entry_of.get(id(module))) is None:
+            entry = self._entry_of[id(module)] = self._entered(module)
+        self.entry = entry
         for unit in self._shards:
             if unit.reduce_unused:
                 # Ranks may use other parameters of it than this one: all take part in one gather of the whole.
                 self.unshard([unit]).wait()
 
-    def _partly_inside(self, module: nn.Module) -> frozenset[Unit]:
-        """Units of a list of modules of which a call of `module` runs some: they stay gathered, as FSDP2 waits for the
-        others.
-        """
+    def _entered(self, module: nn.Module) -> Entry:
         inside = {id(inner) for inner in module.modules()}
-        states = {unit.state_id for unit in self._shards if any(own is module for own in unit.modules)}
+        own_units = frozenset(unit for unit in self._shards if any(own is module for own in unit.modules))
+        states = {unit.state_id for unit in own_units}
         found = set()
         for unit in self._shards:
             ran = [id(own) in inside for own in unit.modules]
             # The call of another unit's module ends what is incomplete inside.
             if len(ran) > 1 and any(ran) and not all(ran) and (not states or unit.state_id in states):
                 found.add(unit)
-        return frozenset(found)
+        return Entry(own_units, frozenset(found))
 
     def behind_forward(self, unit: Unit) -> int:
         """What becomes of a unit's gathered parameters behind the running forward."""
-        if not unit.reshard_after_forward or unit in self._partial or self._in_backward or unit.reduce_unused:
+        if not unit.reshard_after_forward or unit in self.entry.partial or self._in_backward or unit.reduce_unused:
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 
-    def split_if_broken(self, units: Iterable[Unit], broken: bool) -> None:
-        """A region is about to use parts of `units`; `broken`: a graph break ends it."""
+    def wanted_whole(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
+        """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
         if broken or self.nested or self.regions_run:
-            for unit in units:
-                self.split.add(unit)
-                self.gather_whole(unit)
+            self.split |= parts
+            return parts
+        # What is not used here of a list of modules is for another call.
+        return frozenset(unit for unit in parts if len(unit.modules) > 1 and self.behind_forward(unit) == KEEP)
+
+    def split_in(self, binding: Binding) -> frozenset[Unit]:
+        """Units that a backward of `binding` must reduce as a whole: others of their parameters take part."""
+        return frozenset(
+            unit
+            for unit in binding.parts
+            if unit in self.split
+            or (unit in self.active and any(s.held is not None for s in self._shards[unit] if s not in binding.shards))
+        )
 
     def gather_whole(self, unit: Unit) -> None:
         """Gathers what of a unit is not gathered."""
@@ -188,9 +197,15 @@ class Holdings:
                 shard.hold(shard.pending, shared=True)
                 shard.pending = None
 
-    def end_backward(self) -> None:
-        """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay."""
-        for unit in [unit for unit in self._shards if unit in self.active or unit.reduce_unused]:
+    def end_backward(self, only: frozenset[Unit] = frozenset()) -> None:
+        """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay.
+
+        Args:
+            only: the units that it ends; empty: all.
+        """
+        for unit in [
+            unit for unit in self._shards if (not only or unit in only) and (unit in self.active or unit.reduce_unused)
+        ]:
             shards = self._shards[unit]
             self._hold_pending(shards)
             if unit.reduce_grads:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.calls import Backward, Calls
+from graphshard.calls import Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
-from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, Plan, UnitState, make_plan
+from graphshard.dispatch import Binding, Plan, UnitState, make_plan
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
@@ -40,7 +40,8 @@ from graphshard.passes.apply_flags import dead_outputs, is_tangent
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
-from graphshard.shards import POST_FORWARD, RESIDENT, Shard
+from graphshard.shards import Shard
+from graphshard.states import backward_states, forward_states
 
 BoxedCallable = Callable[[list[Any]], Any]
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
@@ -56,8 +57,8 @@ class Engine(Protocol):
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
 
-    def backward_runs(self) -> None:
-        """Is told that a backward program runs."""
+    def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
+        """Is told that a backward program runs, which ends the backward of `only` these units, or of all."""
 
     def touched(self, units: Sequence[Unit]) -> None:
         """Is told that the running forward uses `units`."""
@@ -86,11 +87,6 @@ class MarkedGraph:
     tangents: list[str]
     kwargs: dict[str, Any]
     state: CompileState
-
-    def last_unit(self, binding: Binding) -> Unit | None:
-        """The unit that is gathered last."""
-        last = self.last_gathered
-        return None if last is None else binding.shards[last].unit
 
 
 @dataclass
@@ -155,7 +151,7 @@ class Region:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
-        slots = self._slots(gm, direction)
+        engine, slots = self.engine, self._slots(gm, direction)
         slot_of = {name: slot for slot, (name, _) in enumerate(slots)}
         gathers = [slot_of[shard_placeholder(node).name] for node in unshards(gm.graph)]
         owners = {node: slot_of[shard_placeholder(node).name] for node in reductions(gm.graph)}
@@ -177,8 +173,8 @@ class Region:
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
-        self._touch(binding)
-        self._program(graph, binding, self._forward_states(binding), late=False)
+        whole = engine.holdings.wanted_whole(binding.parts, self._broken)
+        self._program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
     def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
@@ -256,32 +252,17 @@ class Region:
             binding = engine.bindings[key] = Binding(tuple(engine.shard_at[address] for address in addresses))
         return binding
 
-    def _touch(self, binding: Binding) -> None:
-        self.engine.touched(binding.units)
-        if binding.parts:
-            self.engine.holdings.split_if_broken(binding.parts, self._broken)
-
-    def _forward_states(self, binding: Binding) -> list[UnitState]:
-        shards, holdings = binding.shards, self.engine.holdings
-        resides = RESIDENT | POST_FORWARD
-        return [
-            UnitState(
-                unit.settings(),
-                holdings.behind_forward(unit),
-                True,
-                unit.post_forward,
-                tuple(shards[slot].bits & resides for slot in slots) if unit in holdings.active else (),
-            )
-            for unit, slots in zip(binding.units, binding.slots, strict=True)
-        ]
-
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
-        self._touch(binding)
-        self.engine.holdings.regions_run += 1
+        holdings = self.engine.holdings
+        self.engine.touched(binding.units)
+        if binding.parts:
+            for unit in holdings.wanted_whole(binding.parts, self._broken):
+                holdings.gather_whole(unit)
+        holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding)
-        program = self._program(graph, binding, self._forward_states(binding))
+            self.calls.begin(binding, holdings.entry)
+        program = self._program(graph, binding, forward_states(holdings, binding))
         return self._run(program, binding, args, program.plan.extra_args(binding.shards))
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
@@ -303,41 +284,15 @@ class Region:
                 active.add(shards[slot].unit)
         return results
 
-    def _backward_states(
-        self, graph: MarkedGraph, binding: Binding, asked: Backward, dead: frozenset[int]
-    ) -> list[UnitState]:
-        holdings, shards, reduced = self.engine.holdings, binding.shards, graph.reduced
-        again = asked.again
-        split = binding.parts & holdings.split if binding.parts else frozenset[Unit]()
-        states = []
-        for unit, slots in zip(binding.units, binding.slots, strict=True):
-            if unit in split and not graph.gathered.isdisjoint(slots):
-                holdings.gather_whole(unit)
-            bits: tuple[int, ...] = ()
-            if again or dead or unit in holdings.active:
-                bits = tuple(
-                    shards[slot].bits
-                    | (AGAIN if shards[slot] in again else 0)
-                    | (STAYS if unit in asked.units_again else 0)
-                    | (REACHED if reduced.get(slot, -1) not in dead else 0)
-                    for slot in slots
-                )
-            stays = not unit.reshard_after_backward or (
-                unit is graph.last_unit(binding) and not again.isdisjoint(shards)
-            )
-            behind = KEEP if stays else RESHARD
-            reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split
-            states.append(UnitState(unit.settings(), behind, reduces, unit.post_forward, bits))
-        return states
-
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         engine = self.engine
         binding = self._bind(graph, args)
-        engine.backward_runs()
         asked = self.calls.backward()
+        engine.backward_runs(asked.entry.partial)
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
-        states = self._backward_states(graph, binding, asked, dead)
+        split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
+        states = backward_states(engine.holdings, graph, binding, asked, dead, split)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
@@ -358,8 +313,8 @@ class Region:
             self._take(shards[slot], grad, (slot, position), plan, not shared.isdisjoint(_storages([grad])))
             shared |= _storages([grad])
             engine.holdings.active.add(shards[slot].unit)
-        if binding.parts:
-            engine.holdings.end_split((binding.parts & engine.holdings.split) - asked.units_again)
+        if split:
+            engine.holdings.end_split(split - asked.units_again)
         return results
 
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 class UserComms(Protocol):
     """What a unit's users may have supplied."""
 
-    def all_gather(self, flat: Tensor) -> Tensor:
+    def all_gather(self, flat: Tensor, world_size: int) -> Tensor:
         """`[n]` of this rank -> `[W * n]`."""
 
     def reduce_scatter(self, flat: Tensor, op: str) -> Tensor:
@@ -53,7 +53,7 @@ ALL_REDUCE_HOOK = torch.ops.graphshard.all_reduce_hook.default
 
 
 def _all_gather(flat: Tensor, world_size: int, key: str) -> Tensor:
-    return _unit(key).all_gather(flat)
+    return _unit(key).all_gather(flat, world_size)
 
 
 def _reduce_scatter(flat: Tensor, op: str, world_size: int, key: str) -> Tensor:

@@ -205,10 +205,12 @@ class Unit:
 
     # -- what users supplied (see `user_comms`)
 
-    def all_gather(self, flat: Tensor) -> Tensor:
+    def all_gather(self, flat: Tensor, world_size: int) -> Tensor:
         """`[n]` of this rank -> `[W * n]`, by the user's all-gather; its input is a part of its output, as FSDP2's."""
         comm, group = self._raw._all_gather_comm, self._raw.mesh_info.shard_process_group
-        numel, world_size = flat.numel(), group.size()
+        if world_size != group.size():
+            group = self._raw.post_forward_mesh_info.shard_process_group
+        numel = flat.numel()
         full: Tensor = comm.allocate((numel * world_size,), dtype=flat.dtype, device=flat.device)
         own = full.narrow(0, numel * group.rank(), numel)
         own.copy_(flat)

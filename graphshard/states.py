@@ -1,0 +1,80 @@
+"""The state of one call: what its shards hold and its units' flags ask, as it stands now (see `dispatch`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from graphshard.calls import Backward
+from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, UnitState
+from graphshard.fsdp2 import Unit
+from graphshard.holdings import Holdings
+from graphshard.shards import POST_FORWARD, RESIDENT
+
+
+class Backwards(Protocol):
+    """What matters here of a backward graph with markers."""
+
+    gathered: frozenset[int]
+    last_gathered: int | None
+    reduced: dict[int, int]
+
+
+def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] = frozenset()) -> list[UnitState]:
+    """States of a forward's units.
+
+    Args:
+        holdings: of the model.
+        binding: the call's shards.
+        whole: units that will have been gathered when the program runs.
+    """
+    shards, resides = binding.shards, RESIDENT | POST_FORWARD
+    states = []
+    for unit, slots in zip(binding.units, binding.slots, strict=True):
+        bits: tuple[int, ...] = ()
+        if unit in whole and unit.world_size > 1:
+            bits = (RESIDENT,) * len(slots)
+        elif unit in holdings.active:
+            bits = tuple(shards[slot].bits & resides for slot in slots)
+        states.append(UnitState(unit.settings(), holdings.behind_forward(unit), True, unit.post_forward, bits))
+    return states
+
+
+def backward_states(
+    holdings: Holdings,
+    graph: Backwards,
+    binding: Binding,
+    asked: Backward,
+    dead: frozenset[int],
+    split: frozenset[Unit],
+) -> list[UnitState]:
+    """States of a backward's units. Gathers those of `split` that the graph needs.
+
+    Args:
+        holdings: of the model.
+        graph: the backward graph.
+        binding: the call's shards.
+        asked: what the running backward asks.
+        dead: positions of results without a gradient.
+        split: units that are gathered and reduced as a whole.
+    """
+    shards, reduced, again = binding.shards, graph.reduced, asked.again
+    last = None if graph.last_gathered is None else shards[graph.last_gathered].unit
+    states = []
+    for unit, slots in zip(binding.units, binding.slots, strict=True):
+        if unit in split and not graph.gathered.isdisjoint(slots):
+            holdings.gather_whole(unit)
+        bits: tuple[int, ...] = ()
+        if again or dead or unit in holdings.active:
+            bits = tuple(
+                shards[slot].bits
+                | (AGAIN if shards[slot] in again else 0)
+                | (STAYS if unit in asked.units_again else 0)
+                | (REACHED if reduced.get(slot, -1) not in dead else 0)
+                for slot in slots
+            )
+        # FSDP2 reshards a unit whose inputs need no gradient when backward ends, not between two calls.
+        first = unit in asked.entry.units or unit is last
+        stays = not unit.reshard_after_backward or (first and not again.isdisjoint(shards))
+        reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split
+        states.append(UnitState(unit.settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
+    return states
