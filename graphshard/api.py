@@ -234,6 +234,24 @@ def eager(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
+def weight_backward(model: nn.Module) -> Callable[[], Callable[[], None]]:
+    """Splits each backward of a pipeline stage in two, for schedules that fill bubbles with gradients of weights.
+
+    Pass what it returns as `dw_builder` to `torch.distributed.pipelining.PipelineStage`: backward then computes the
+    gradients of the stage's inputs, and the schedule runs the other half, a program of its own, when it wants to.
+
+    Args:
+        model: a stage's module, compiled by `compile`. From now on its backward does half the work.
+
+    Raises:
+        ValueError: `model` is not compiled, or it is by ``backend="eager"``, which has no backward programs.
+    """
+    engine = _need_engine(model, "graphshard.weight_backward")
+    if engine.options.backend == "eager":
+        raise ValueError("graphshard.weight_backward: got a model with backend='eager', want 'aot_eager' or 'inductor'")
+    return engine.defer_weights()
+
+
 def report(model: nn.Module) -> Report:
     """What a compiled model did so far: programs, collectives, and what is not compiled.
 

@@ -80,6 +80,7 @@ class Engine:
         self._ready = False
         self._shards: list[Shard] = []
         self._event: Any = None
+        self.deferred: list[Callable[[], None]] | None = None  # halves of backwards, for a pipeline's schedule
         self._backward_id = -1
         self._ending: frozenset[Unit] = frozenset()
         self._entries: dict[object, Callable[..., Any]] = {}
@@ -307,6 +308,21 @@ class Engine:
         return [unit for unit in self._units if any(own is module for own in unit.modules)]
 
     # -- backward
+
+    def defer_weights(self) -> Callable[[], Callable[[], None]]:
+        """From now on backward computes gradients of inputs only; what is returned yields the rest of it, so far."""
+        self.deferred = []
+
+        def take() -> Callable[[], None]:
+            halves, self.deferred = self.deferred or [], []
+
+            def run() -> None:
+                while halves:
+                    halves.pop(0)()
+
+            return run
+
+        return take
 
     def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
         """Sees to it that what is held is looked at when the running backward ends.

@@ -11,14 +11,15 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import driver
-from graphshard.calls import Calls
+from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
 from graphshard.dispatch import Binding, Plan, UnitState, make_plan
 from graphshard.errors import UnsupportedModel
@@ -31,19 +32,16 @@ from graphshard.ir import (
     PassContext,
     launches,
     output_args,
-    reductions,
-    shard_placeholder,
-    unshards,
 )
+from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
 from graphshard.markers import padded_shape
-from graphshard.passes.apply_flags import dead_outputs, is_tangent
+from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
 from graphshard.states import backward_states, forward_states
 
-BoxedCallable = Callable[[list[Any]], Any]
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
 
@@ -56,46 +54,13 @@ class Engine(Protocol):
     shard_at: dict[int, Shard]
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
+    deferred: list[Callable[[], None]] | None
 
     def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
         """Is told that a backward program runs, which ends the backward of `only` these units, or of all."""
 
     def touched(self, units: Sequence[Unit]) -> None:
         """Is told that the running forward uses `units`."""
-
-
-@dataclass
-class MarkedGraph:
-    """One graph of a region, with markers.
-
-    Attributes:
-        slots: (placeholder of a shard, its position among the arguments), in argument order.
-        gathered: slots that are gathered.
-        last_gathered: the slot that is gathered last, None if none is.
-        reduced: slot -> position among the results of its reduced gradient.
-        tangents: placeholders of the gradients of outputs.
-        kwargs: what the compiler gave along.
-    """
-
-    direction: Direction
-    gm: GraphModule
-    inputs: list[Any]
-    slots: list[tuple[str, int]]
-    gathered: frozenset[int]
-    last_gathered: int | None
-    reduced: dict[int, int]
-    tangents: list[str]
-    kwargs: dict[str, Any]
-    state: CompileState
-
-
-@dataclass
-class Program:
-    """Compiled code for one graph, grouping and run-time state; `plan` is about its extra arguments and results."""
-
-    run: BoxedCallable
-    record: ProgramRecord
-    plan: Plan
 
 
 class Region:
@@ -133,7 +98,8 @@ class Region:
         self._patches = patches
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._dead: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
+        self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
+        self._split: SplitGraph | None = None
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
@@ -151,22 +117,9 @@ class Region:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
-        engine, slots = self.engine, self._slots(gm, direction)
-        slot_of = {name: slot for slot, (name, _) in enumerate(slots)}
-        gathers = [slot_of[shard_placeholder(node).name] for node in unshards(gm.graph)]
-        owners = {node: slot_of[shard_placeholder(node).name] for node in reductions(gm.graph)}
-        graph = MarkedGraph(
-            direction,
-            gm,
-            list(inputs),
-            slots,
-            frozenset(gathers),
-            gathers[-1] if gathers else None,
-            {owners[result]: i for i, result in enumerate(output_args(gm.graph)) if result in owners},
-            [node.name for node in gm.graph.nodes if is_tangent(node)],
-            kwargs,
-            CompileState.capture(self._patches),
-        )
+        engine = self.engine
+        graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
+        self._check_slots(graph)
         if direction == "backward":
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
@@ -177,24 +130,18 @@ class Region:
         self._program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
-    def _slots(self, gm: GraphModule, direction: Direction) -> list[tuple[str, int]]:
-        names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
-        markers = [*unshards(gm.graph), *reductions(gm.graph)]
-        wanted = {shard_placeholder(marker).name for marker in markers}
-        if direction != "backward":
+    def _check_slots(self, graph: MarkedGraph) -> None:
+        if graph.direction != "backward":
+            names = [node.name for node in graph.gm.graph.nodes if node.op == "placeholder"]
             # Tensors that Dynamo kept as attributes come before the inputs.
             attributes = len(names) - self._num_inputs
             self._names = {name: position - attributes for position, name in enumerate(names)}
-        slots = []
-        for position, name in enumerate(names):
-            if name in wanted:
-                if self._names.get(name) not in self._positions:
-                    raise UnsupportedModel(
-                        f"region {self.number}: %{name} of the {direction} graph is gathered, but no sharded parameter "
-                        "has its place among the inputs; run this model with `graphshard.eager(model)`"
-                    )
-                slots.append((name, position))
-        return slots
+        for name, _ in graph.slots:
+            if self._names.get(name) not in self._positions:
+                raise UnsupportedModel(
+                    f"region {self.number}: %{name} of the {graph.direction} graph is gathered, but no sharded "
+                    "parameter has its place among the inputs; run this model with `graphshard.eager(model)`"
+                )
 
     def _program(
         self,
@@ -205,7 +152,7 @@ class Region:
         inputs_only: bool = False,
         late: bool = True,
     ) -> Program:
-        key = (graph.direction, binding.grouping, binding.key(states), undefined, inputs_only)
+        key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
@@ -217,7 +164,7 @@ class Region:
         params |= {REJOINED + name: _post_forward_ref(params[name]) for name in plan.flags.rejoined}
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
-        title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}"
+        title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
         lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags), title)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
@@ -285,10 +232,33 @@ class Region:
         return results
 
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
+        asked = self.calls.backward()
+        self.engine.backward_runs(asked.entry.partial)
+        deferred = self.engine.deferred
+        # A pipeline's schedule reduces gradients later; any other backward does all of its work at once.
+        if deferred is None or any(unit.reduce_grads for unit in self._bind(graph, args).units):
+            return self._run_asked(graph, args, asked)
+        if self._split is None:
+            self._split = split_graph(graph)
+        split = self._split
+        taken = [args[i] for i in split.taken]
+        results = self._run_asked(split.inputs, args, asked)
+        count = len(output_args(graph.gm.graph))
+        later = Backward(asked.entry, asked.absent)
+        deferred.append(partial(self._run_weights, split.weights, [*taken, *results[count:]], later))
+        return results[:count]
+
+    def _run_weights(self, graph: MarkedGraph, args: list[Any], asked: Backward) -> None:
+        """The second half of a backward: outside autograd, so gradients are delivered here."""
+        shards = self._bind(graph, args).shards
+        grads = self._run_asked(graph, args, asked)
+        for slot, position in graph.reduced.items():
+            if grads[position] is not None:
+                shards[slot].param.deliver_grad(grads[position])
+
+    def _run_asked(self, graph: MarkedGraph, args: list[Any], asked: Backward) -> list[Any]:
         engine = self.engine
         binding = self._bind(graph, args)
-        asked = self.calls.backward()
-        engine.backward_runs(asked.entry.partial)
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
@@ -329,7 +299,7 @@ class Region:
         """Positions of results that have no gradient when these tangents have none, or no parameter is to get one."""
         if not undefined and not inputs_only:
             return frozenset()
-        key = (undefined, inputs_only)
+        key = (graph.part, undefined, inputs_only)
         if key not in self._dead:
             self._dead[key] = frozenset(dead_outputs(graph.gm.graph, undefined, inputs_only))
         return self._dead[key]
