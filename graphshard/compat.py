@@ -163,10 +163,48 @@ def tag_reshard(node: Node) -> None:
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph by AOTAutograd's min-cut."""
     kwargs.pop("compiler", None)
+    _return_own_meshes(joint, kwargs["num_fwd_outputs"])
     graphs: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(
         joint, joint_inputs, compiler="inductor", **kwargs
     )
+    _erase_repeated_waits(*graphs)
     return graphs
+
+
+def _erase_repeated_waits(*graphs: GraphModule) -> None:
+    """Erases collectives of the model that are in both graphs where nothing reads their result.
+
+    Waits have side effects, so that the partitioner leaves what only one graph needs in the other too.
+    """
+    names = [{node.name for node in gm.graph.nodes} for gm in graphs]
+    both = names[0].intersection(*names[1:])
+    for gm in graphs:
+        for node in reversed(gm.graph.nodes):
+            repeated = node.name in both and getattr(node.target, "namespace", "") == "_c10d_functional"
+            if node.op == "call_function" and not node.users and (repeated or not node.is_impure()):
+                gm.graph.erase_node(node)
+        gm.recompile()
+
+
+def _return_own_meshes(joint: GraphModule, num_fwd_outputs: int) -> None:
+    """Returns the graph's own mesh with an output that is a DTensor.
+
+    DTensor's cache of sharding rules may yield an equal mesh of an earlier computation, which AOTAutograd knows only
+    as part of the output's gradient: forward cannot return that (torch 2.13).
+    """
+    output = next(iter(joint.graph.find_nodes(op="output")))
+    results = list(output.args[0])
+
+    def mesh(node: Any) -> Any:
+        value = node.meta.get("val") if isinstance(node, Node) and node.op == "placeholder" else None
+        return getattr(value, "real_obj", None)
+
+    for i, result in enumerate(results[:num_fwd_outputs]):
+        if (found := mesh(result)) is None or not result.name.startswith("tangents"):
+            continue
+        own = (node for node in joint.graph.nodes if not node.name.startswith("tangents") and mesh(node) == found)
+        results[i] = next(own, result)
+    output.args = (type(output.args[0])(results),)
 
 
 def source_digest() -> str:
