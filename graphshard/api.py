@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import capture, fsdp2
 from graphshard.backend import BACKENDS
@@ -51,14 +52,15 @@ def compile(
     Args:
         model: a plain module, whose units are found from its structure, or one annotated by `fully_shard`, sharded as
             it is.
-        mesh: 1-D data-parallel mesh; None for an annotated model, or for one mesh over all ranks.
-        strategy: ``"fully_shard"``, or ``"replicate"``, which is not compiled yet.
+        mesh: data-parallel mesh, 1-D, or 2-D for hybrid sharding (copies, shards); None for an annotated model, or for
+            one axis over all ranks.
+        strategy: ``"fully_shard"``; ``"replicate"``: parameters are whole on every rank, gradients all-reduced.
         units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
-        reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; None: all
-            but the root's.
+        reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; an int
+            keeps them sharded over that many ranks meanwhile; None: frees all but the root's.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
-        offload_policy: as for `fully_shard`; offloading is not compiled yet.
-        shard_placement_fn: as for `fully_shard`; dims other than 0 are not compiled yet.
+        offload_policy: as for `fully_shard`.
+        shard_placement_fn: as for `fully_shard`.
         ignored_params: parameters that stay as they are, neither sharded nor reduced.
         backend: ``"inductor"``, ``"aot_eager"`` (programs run operator by operator) or ``"eager"`` (no passes either).
         regions: ``"model"`` captures as much as Dynamo can; ``"unit"`` one region per unit, so that equal blocks share
@@ -99,8 +101,11 @@ def compile(
     if fsdp2.is_annotated(model):
         _check_annotated(model, mesh, sharding)
     else:
+        mesh = _check_mesh(model, mesh)
         _check_parameters(model, ignored_params or set())
-        _annotate(model, strategy, _check_mesh(model, mesh), sharding)
+        if callable(shard_placement_fn) and strategy == "fully_shard":
+            _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
+        _annotate(model, strategy, mesh, sharding)
     model.__dict__[capture.ENGINE] = Engine(model, options)
     return model
 
@@ -184,6 +189,26 @@ def _check_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
             raise NotImplementedError(
                 f"compile: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, not "
                 "contiguous ones; register a contiguous copy"
+            )
+
+
+def _check_placements(
+    model: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: set[nn.Parameter]
+) -> None:
+    """The same for what the user's `shard_placement_fn` says."""
+    for name, param in model.named_parameters():
+        placement = None if param in ignored else placement_of(param)
+        if placement is None or hasattr(placement, "mesh_info") or isinstance(param, DTensor):
+            continue  # FSDP2's default; one with a mesh of its own; one whose local size decides
+        where = f"compile: shard_placement_fn of parameter '{name}' of shape {tuple(param.shape)}"
+        if not isinstance(placement, Shard):
+            raise ValueError(f"{where}: got {placement!r:.80}, want a Shard or None")
+        dim, ranks = placement.dim + param.ndim * (placement.dim < 0), mesh.size(mesh.ndim - 1)
+        if not 0 <= dim < param.ndim:
+            raise ValueError(f"{where}: got {placement}, want a dim in [{-param.ndim}, {param.ndim - 1}]")
+        if dim > 0 and param.shape[dim] % ranks:
+            raise NotImplementedError(
+                f"{where}: got {placement}, which does not divide evenly by {ranks} ranks; only dim 0 may be uneven"
             )
 
 

@@ -273,6 +273,13 @@ def compile_graph_inductor(
     return compiled
 
 
+def keep_strides(output: Node, count: int) -> None:
+    """Makes Inductor lay the last `count` results of a graph out as their fake values are: it is free to choose."""
+    results = len(output.args[0])  # type: ignore[arg-type]
+    visible = list(output.meta.get("user_visible_output_idxs", ()))
+    output.meta["user_visible_output_idxs"] = [*visible, *range(results - count, results)]
+
+
 def hide_results(count: int) -> None:
     """Keeps the last `count` results of the graph just compiled from AOTAutograd, which takes strides from the end."""
     context = TracingContext.try_get()

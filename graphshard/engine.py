@@ -86,6 +86,8 @@ class Engine:
         self._entries: dict[object, Callable[..., Any]] = {}
         self._modules = list(model.modules())
         self._hook_keys: list[int] = []
+        self._unit_modules = fsdp2.unit_modules(model)
+        self._sizes: list[int] = []
         self._signatures: dict[int, object] = {}
         self._backend = make_backend(self, options.backend)
         for name in sorted(env.disabled_passes(driver.OPTIONAL)):
@@ -108,7 +110,7 @@ class Engine:
 
     def _mark_classes(self) -> None:
         names: dict[int, set[str]] = {}
-        modules: dict[int, nn.Module] = {id(m): m for m in fsdp2.unit_modules(self.model)}
+        modules: dict[int, nn.Module] = {id(m): m for m in self._unit_modules}
         for unit in self._units:
             for param in unit.params:
                 for module, name in param.owners:
@@ -126,7 +128,7 @@ class Engine:
             module.__class__ = capture.marked_class(type(module), tuple(sorted(names.get(key, ()))))
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-        inner = {id(m) for m in fsdp2.unit_modules(self.model)}
+        inner = {id(m) for m in self._unit_modules}
         # With a region per unit, a module that contains units is plain Python around them.
         self._outer = {
             key
@@ -164,7 +166,10 @@ class Engine:
         for unit in self._units:
             if not unit.is_sharded:  # by FSDP2's own engine: in eager FSDP2, or around a method registered lately
                 unit.reshard()
-                self._hooks.find_methods()
+                self._sizes = []
+        if self._sizes != (sizes := [len(vars(module)) for module in self._unit_modules]):
+            self._sizes = sizes  # a method may have been registered since the last call
+            self._hooks.find_methods()
         if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
             self._hook_keys = keys
             self._signatures.clear()
@@ -255,8 +260,7 @@ class Engine:
         entry = module.__dict__[capture.SHARDS][name]
         shard = self.shard_at[entry[0].data_ptr()]
         self.touched([shard.unit])
-        for unit in self.holdings.wanted_whole(frozenset([shard.unit]), broken=True):
-            self.holdings.gather_whole(unit)
+        self.holdings.gather_wholes(self.holdings.wanted_whole(frozenset([shard.unit]), broken=True))
         owner = shard.fqn.rpartition(".")[0] or "the root"
         self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
         full = self._outside.gather(shard, self.running)

@@ -139,6 +139,15 @@ class Holdings:
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 
+    def _in_order(self, units: frozenset[Unit]) -> list[Unit]:
+        """The model's order, which is the same on every rank; that of a set is not."""
+        return [unit for unit in self._shards if unit in units]
+
+    def gather_wholes(self, units: frozenset[Unit]) -> None:
+        """Gathers what of `units` is not gathered."""
+        for unit in self._in_order(units):
+            self.gather_whole(unit)
+
     def wanted_whole(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
         """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
         if broken or self.nested or self.regions_run:
@@ -173,17 +182,18 @@ class Holdings:
             behind = self.behind_forward(unit)
             if behind == KEEP:
                 self.stay_whole([unit])
-            elif unit in self.active:
+            if unit in self.active:
                 for shard in self._shards[unit]:
-                    if shard.full is not None and behind == RESHARD:
+                    # Autograd cannot use what inference mode has made.
+                    if shard.full is not None and (behind == RESHARD or shard.full.is_inference()):
                         shard.reshard()
         self.touched.clear()
 
     # -- backward
 
-    def end_split(self, units: Iterable[Unit]) -> None:
+    def end_split(self, units: frozenset[Unit]) -> None:
         """No other call of this backward uses the split `units`."""
-        for unit in units:
+        for unit in self._in_order(units):
             shards = self._shards[unit]
             self._hold_pending(shards)
             if unit.reduce_grads and not unit.reduce_unused:
@@ -227,8 +237,8 @@ class Holdings:
         """FQNs of the parameters whose gradients are held."""
         return [
             shard.fqn
-            for unit in self.active
-            for shard in self._shards.get(unit, ())
+            for shards in self._shards.values()
+            for shard in shards
             if shard.held is not None or shard.partial is not None
         ]
 

@@ -54,9 +54,10 @@ class OutsideGathers:
 
     def run_forward(self, shard: Shard, record: ProgramRecord | None) -> Tensor:
         """Gathers, or takes what stays gathered."""
-        if shard.full is not None:
-            return shard.full.view_as(shard.full)
-        return self._programs.launch_gather([shard], record).wait()[0]
+        full = shard.full
+        if full is None:
+            full = self._programs.launch_gather([shard], record).wait()[0]
+        return full.data  # the same memory, but no view: a forward may write into it
 
     def run_backward(self, shard: Shard, grad: Tensor, record: ProgramRecord | None) -> None:
         """Does with a gradient what the flags say now."""

@@ -204,8 +204,7 @@ class Region:
         holdings = self.engine.holdings
         self.engine.touched(binding.units)
         if binding.parts:
-            for unit in holdings.wanted_whole(binding.parts, self._broken):
-                holdings.gather_whole(unit)
+            holdings.gather_wholes(holdings.wanted_whole(binding.parts, self._broken))
         holdings.regions_run += 1
         if graph.direction == "forward":
             self.calls.begin(binding, holdings.entry)

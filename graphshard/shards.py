@@ -48,11 +48,12 @@ class Shard:
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
+        self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         self._source = param.flat_shard
         self.leaf = self._make_leaf()
 
     def _make_leaf(self) -> Tensor:
-        self._source = self.param.flat_shard
+        self._source, self._whole = self.param.flat_shard, None
         trainable = self.param.parameter.requires_grad
         leaf = self._source.detach().requires_grad_(trainable)
         keep_static(leaf)
@@ -141,7 +142,9 @@ class Shard:
     def stay_whole(self) -> None:
         """The same for a parameter that is whole on this rank: nothing is kept."""
         if self._registered is None:
-            self._register(self.param.as_registered(self.leaf.detach().view(self.param.size)))
+            if self._whole is None:
+                self._whole = self.param.as_registered(self.leaf.detach().view(self.param.size))
+            self._register(self._whole)
 
     def stay_post_forward(self, shard: Tensor) -> None:
         """Keeps a post-forward shard `[n]`."""

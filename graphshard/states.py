@@ -35,6 +35,7 @@ def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] 
             bits = (RESIDENT,) * len(slots)
         elif unit in holdings.active:
             bits = tuple(shards[slot].bits & resides for slot in slots)
+            bits = bits if any(bits) else ()
         states.append(UnitState(unit.settings(), holdings.behind_forward(unit), True, unit.post_forward, bits))
     return states
 
@@ -72,6 +73,7 @@ def backward_states(
                 | (REACHED if reduced.get(slot, -1) not in dead else 0)
                 for slot in slots
             )
+            bits = () if set(bits) == {REACHED} else bits
         # FSDP2 reshards a unit whose inputs need no gradient when backward ends, not between two calls.
         first = unit in asked.entry.units or unit is last
         stays = not unit.reshard_after_backward or (first and not again.isdisjoint(shards))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.compat import keep_strides
 from graphshard.emit_reduction import rows_of
 from graphshard.ir import (
     Builder,
@@ -100,6 +101,7 @@ def apply(graph: Graph, edit: ResidencyEdit) -> None:
         results += [_reshard(graph, by_name[name], ranks[group], count) for name, count, group in edit.resharded]
     if results:
         output_node(graph).args = ((*output_args(graph), *results),)
+        keep_strides(output_node(graph), len(results))
 
 
 def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> Node:

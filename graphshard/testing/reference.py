@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
+from graphshard import fsdp2
 from graphshard.units import resolve_units
 
 Annotate = Callable[[nn.Module, DeviceMesh], object]
@@ -33,20 +34,16 @@ def shard_eager(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], 
         options: those of `graphshard.compile`; what is not about sharding is left out.
         annotate: shards the model instead, if given.
 
-    Raises:
-        ValueError: if the options ask for another strategy than ``"fully_shard"`` and there is no `annotate`.
     """
     if annotate is not None:
         annotate(model, mesh)
         return
-    if (strategy := options.get("strategy", "fully_shard")) != "fully_shard":
-        raise ValueError(
-            f"strategy: got {strategy!r}; the reference knows fully_shard only: pass annotate(model, mesh)"
-        )
     kwargs = {name: options[name] for name in _FULLY_SHARD if options.get(name) is not None}
-    for unit in resolve_units(model, options.get("units")):
-        fully_shard(unit, mesh=mesh, **kwargs)
-    fully_shard(model, mesh=mesh, **kwargs)
+    for unit in [*resolve_units(model, options.get("units")), model]:
+        if options.get("strategy") == "replicate":
+            fsdp2.replicate(unit, mesh, kwargs)
+        else:
+            fully_shard(unit, mesh=mesh, **kwargs)
 
 
 def shard_compiled(

@@ -169,6 +169,8 @@ def unshard_by_hand() -> None:
     assert not isinstance(model.head.weight, DTensor)
     assert model.head.weight.shape == (models.VOCAB, models.DIM)
     assert torch.equal(model(*batch()), want)
+    assert not isinstance(model.head.weight, DTensor)  # the root stays gathered until its backward
+    model.reshard()
     assert isinstance(model.head.weight, DTensor)
 
 
@@ -348,8 +350,7 @@ def test_inference_mode_between_steps(run: TrainingRun) -> None:
         loss.backward()
         with torch.inference_mode():
             logits = model(*models.tokens(9, run.rank))
-        if run.is_reference:
-            model.reshard()  # the root stays gathered after a forward without a backward
+        model.reshard()  # the root stays gathered after a forward without a backward
         run.observe(loss, model, outputs=logits.clone())
 
 

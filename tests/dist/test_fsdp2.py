@@ -13,7 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
+from graphshard.capture import forward_method
 from graphshard.casts import cast_hooks
+from graphshard.report import Report
+from graphshard.shards import ParameterWatch, Shard
 from graphshard.testing import WorkerPool
 
 
@@ -104,7 +107,7 @@ def hooks_come_back() -> None:
         model.register_forward_hook(lambda *_: order.append("last"))
         keys = [list(model._forward_pre_hooks), list(model._forward_hooks)]
         functions = [list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())]
-        hooks = fsdp2.ForwardHooks(model, cast_hooks)
+        hooks = fsdp2.ForwardHooks(model, cast_hooks, forward_method)
         for _ in range(2):
             hooks.detach()
             hooks.detach()
@@ -125,13 +128,13 @@ def test_forward_hooks_come_back_to_their_places(two_ranks: WorkerPool) -> None:
 def watched() -> None:
     model = sharded(models.Decoder(layers=2))
     fsdp2.lazy_init(model)
-    params = [param for unit in fsdp2.find_units(model) for param in unit.params]
+    shards = [Shard(p, unit, "weight", 0, Report()) for unit in fsdp2.find_units(model) for p in unit.params]
 
     def changed() -> bool:
         result = watch.changed()
         return result
 
-    watch = fsdp2.ParameterWatch(params)
+    watch = ParameterWatch(shards)
     assert not changed()
     with torch.no_grad():
         model.head.weight.mul_(2)
@@ -140,16 +143,16 @@ def watched() -> None:
     assert not changed()
     model.head.weight.requires_grad_(False)
     assert changed()
-    watch = fsdp2.ParameterWatch(params)
+    watch = ParameterWatch(shards)
     state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     model.load_state_dict(state)
     assert not changed()
     model.load_state_dict(state, assign=True)
     assert changed()
-    watch = fsdp2.ParameterWatch(params)
+    watch = ParameterWatch(shards)
     model.to(torch.float64)
     assert changed()
-    watch = fsdp2.ParameterWatch(params)
+    watch = ParameterWatch(shards)
     model.head.weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(RuntimeError, match="weight' was replaced after compile"):
         changed()

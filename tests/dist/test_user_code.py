@@ -54,9 +54,7 @@ def policies_per_block(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @training_test(tolerance=BITWISE)
 def test_equal_blocks_with_policies_of_their_own(run: TrainingRun) -> None:
-    model = run.shard(
-        nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), Shift()), annotate=policies_per_block
-    )
+    model = run.shard(nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), Shift()), annotate=policies_per_block)
     for index in range(2):
         loss = loss_of(model, run, index).float()
         loss.backward()
