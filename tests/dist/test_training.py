@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import models
@@ -281,8 +280,6 @@ def test_one_rank_communicates_nothing(run: TrainingRun) -> None:
     for index in range(2):
         step(run, model, optimizer, index)
     if not run.is_reference:
-
-
         assert not any(graphshard.report(model).collectives.values())
 
 
