@@ -6,9 +6,18 @@ import pytest
 
 from bench.claims import check_claims
 from bench.machine import Machine
-from bench.rows import CompileRow, compile_row, growth_rows, step_rows
-from bench.samples import CompileTime, StepTime
-from bench.tables import claim_table, compile_table, disturbed_lines, growth_table, machine_lines, step_table
+from bench.rows import CompileRow, compile_row, dispatch_row, flip_row, growth_rows, step_rows
+from bench.samples import CompileTime, DispatchTime, FirstFlip, StepTime
+from bench.tables import (
+    claim_table,
+    compile_table,
+    dispatch_table,
+    disturbed_lines,
+    flip_table,
+    growth_table,
+    machine_lines,
+    step_table,
+)
 
 
 def compile_time(first_step_s: float, passes_s: float = 0.0, programs: int = 0, idle_s: float = 0.0) -> CompileTime:
@@ -83,3 +92,24 @@ def test_a_busy_machine_is_said() -> None:
     assert len(machine_lines(machine)) == 1
     assert "no results" in machine_lines(Machine("2.13.0", "3.11", "Linux x86_64", "a processor", 2, 1.0))[1]
     assert Machine.this().cores >= 1
+
+
+def dispatch_time(scale: float, set_s: float = 0.0) -> DispatchTime:
+    return DispatchTime(1e-3, scale * 1e-6, scale * 2e-6, scale * 7e-6, set_s)
+
+
+def test_dispatch_rows_are_medians_of_sums() -> None:
+    row = dispatch_row("defaults", [dispatch_time(scale) for scale in (1, 2, 9)])
+    assert (row.bind_us, row.states_us, row.look_up_us, row.chosen_us) == pytest.approx((2, 4, 14, 20))
+    assert (row.low_us, row.high_us, row.share, row.steps) == pytest.approx((15, 55, 0.02, 3))
+    assert "2.0%" in dispatch_table([row])[1]
+
+
+def test_flip_rows_tell_the_first_time_from_later() -> None:
+    first = FirstFlip({"forward": 1, "backward": 2}, 0, 3e-3, 1e-3)
+    row = flip_row("a flag", first, [dispatch_time(2, 5e-6)] * 3, [dispatch_time(1)] * 3)
+    assert (row.lowered, row.regions) == ("2 backward, 1 forward", 0)
+    got = (row.first_ms, row.lowering_ms, row.later_us, row.still_us, row.set_us)
+    assert got == pytest.approx((3, 1, 20, 10, 5))
+    assert flip_row("a flag", FirstFlip({}, 0, 0.0, 0.0), [dispatch_time(1)], [dispatch_time(1)]).lowered == "none"
+    assert "2 backward, 1 forward" in flip_table([row])[1]

@@ -52,7 +52,7 @@ REDUCED = {0: 5, 1: 2, 2: 0, 3: 1}  # slot -> position among the results
 
 def binding(**root: Any) -> Binding:
     """Two parameters of one unit, one of another, one of the root with `root`'s attributes."""
-    first, second, top = FakeUnit("first", params=("a", "b")), FakeUnit("second", 3), FakeUnit("")
+    first, second, top = FakeUnit("first", params=("a", "b")), FakeUnit("second", (2, "8"), 3), FakeUnit("")
     shards = (FakeShard(first, 0), FakeShard(first, 1), FakeShard(second, 0), FakeShard(top, 0, **root))
     return Binding(shards)  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def test_plan_of_gradients_of_inputs_takes_what_is_gathered() -> None:
 
 
 def test_plan_orders_extra_arguments_as_the_flags() -> None:
-    first, second, top = FakeUnit("first", params=("a", "b")), FakeUnit("second", 3), FakeUnit("")
+    first, second, top = FakeUnit("first", params=("a", "b")), FakeUnit("second", (2, "8"), 3), FakeUnit("")
     full, part, held, partial = (torch.full((1,), float(i)) for i in range(4))
     shards = (
         FakeShard(first, 0, partial=partial),
