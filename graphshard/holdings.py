@@ -94,7 +94,7 @@ class Holdings:
 
     def reshard_all(self) -> None:
         """Frees all that stays gathered."""
-        self.reshard(list(self._shards))
+        self.reshard(self._in_order(frozenset(self.active) | frozenset(self._gathers)))
 
     def reset(self) -> None:
         """Forgets what a failed step left behind."""

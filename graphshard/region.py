@@ -155,9 +155,21 @@ class Region:
         key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
+            if graph.direction == "forward":
+                self._say_ignored(binding, states)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             program = self._programs[key] = self._lower(graph, binding, plan, late)
         return program
+
+    def _say_ignored(self, binding: Binding, states: list[UnitState]) -> None:
+        inside = {unit.name for unit in binding.units}
+        for unit, state in zip(binding.units, states, strict=True):
+            chosen = {*state.settings.forward_prefetch, *state.settings.backward_prefetch}
+            if not chosen <= inside:
+                self.engine.report.say_once(
+                    f"unit '{unit.name or 'root'}' prefetches {', '.join(sorted(chosen - inside))}, which another region "
+                    "gathers"
+                )
 
     def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}

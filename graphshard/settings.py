@@ -14,6 +14,7 @@ class UnitSettings:
         force_sum: of `set_force_sum_reduction_for_comms`.
         all_reduce: of `set_requires_all_reduce`; False: gradients stay partial, reduced over the shards only.
         all_reduce_hook, custom_all_gather, custom_reduce_scatter: key of what a user supplied, ``""`` if nothing.
+        scatter_buffers: of `set_reduce_scatter_max_input_buffers`: reduce-scatters in flight at once.
         scatter_group: name of the process group of `set_separate_reduce_scatter_group`, ``""``: that of the shards.
         forward_prefetch, backward_prefetch: names of the units whose gathers this unit launches; empty: the next one.
     """
@@ -24,6 +25,7 @@ class UnitSettings:
     all_reduce_hook: str = ""
     custom_all_gather: str = ""
     custom_reduce_scatter: str = ""
+    scatter_buffers: int = 1
     scatter_group: str = ""
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()

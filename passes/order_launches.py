@@ -8,8 +8,8 @@ all-reduce behind it is launched right then. All-reduces are awaited at the end.
     ag0; w0; compute0; ag1; w1; compute1   ->   ag0; w0; ag1; compute0; w1; compute1
 
 A unit for which the user chose others to prefetch launches these when it has arrived itself.
-Source: FSDP2's implicit forward and backward prefetch (depth 1), its single reduce-scatter input buffer in flight, and
-`set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`.
+Source: FSDP2's implicit forward and backward prefetch (depth 1), its one reduce-scatter input buffer in flight, or as
+many as `set_reduce_scatter_max_input_buffers` says, and `set_modules_to_forward_prefetch` and `..._backward_prefetch`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
     gathers.sort(key=lambda gather: position[_wait(gather[0])])
     moves = _prefetch(graph, [(copies_in[launch], unit) for launch, unit in gathers], ctx)
-    moves += _late_waits(graph, ours, copies_in, copies_out)
+    in_flight = max((settings.scatter_buffers for _, settings in ctx.flags.units), default=1)
+    moves += _late_waits(graph, ours, copies_in, copies_out, in_flight)
     edit = OrderEdit(tuple(moves))
     return edit if new_order(graph, edit) != list(graph.nodes) else OrderEdit(())
 
@@ -68,14 +69,16 @@ def _late_waits(
     ours: list[tuple[Node, Collective]],
     copies_in: dict[Node, list[Node]],
     copies_out: dict[Node, list[Node]],
+    in_flight: int,
 ) -> list[Move]:
+    """A reduction is awaited when `in_flight` others have been launched behind it."""
     end = output_node(graph)
     reductions = [(launch, found) for launch, found in ours if found.kind != "all_gather"]
     second = {found.bucket: launch for launch, found in reductions if found.bucket.endswith(ALL_REDUCE_BUCKET)}
     first = [(launch, found) for launch, found in reductions if found.bucket not in second]
     moves = []
-    followers: list[Node | None] = [launch for launch, _ in first[1:]]
-    for (launch, found), follower in zip(first, [*followers, None], strict=False):
+    followers: list[Node | None] = [*(launch for launch, _ in first[in_flight:]), *[None] * in_flight]
+    for (launch, found), follower in zip(first, followers, strict=False):
         group, behind = copies_out[launch], second.get(found.bucket + ALL_REDUCE_BUCKET)
         if behind is not None:
             group = [*group, *copies_in[behind]]

@@ -155,17 +155,26 @@ class Unit:
             raw._all_reduce_hook,
             getattr(raw, "_all_gather_comm", None),
             getattr(raw, "_reduce_scatter_comm", None),
+            getattr(raw, "reduce_scatter_max_input_buffers", 1),
             getattr(raw.mesh_info, "reduce_scatter_process_group", None),
             *state._states_to_forward_prefetch,
             None,
             *state._states_to_backward_prefetch,
         )
         if seen != self._seen:
-            self._seen, self._settings = seen, self._read_settings(*seen[:7])
+            self._seen, self._settings = seen, self._read_settings(*seen[:8])
         return self._settings
 
     def _read_settings(
-        self, factor: Any, force_sum: Any, all_reduce: Any, hook: Any, gather: Any, scatter: Any, group: Any
+        self,
+        factor: Any,
+        force_sum: Any,
+        all_reduce: Any,
+        hook: Any,
+        gather: Any,
+        scatter: Any,
+        buffers: Any,
+        group: Any,
     ) -> UnitSettings:
         state = self._state
         return UnitSettings(
@@ -175,6 +184,7 @@ class Unit:
             self.key if hook is not None else "",
             "" if _is_default(gather) else self.key,
             "" if _is_default(scatter) else self.key,
+            buffers,
             "" if group is None else group.group_name,
             self._names_of(state._states_to_forward_prefetch),
             self._names_of(state._states_to_backward_prefetch),

@@ -36,7 +36,7 @@ class Allocation(NamedTuple):
     """What a node allocates: its result, or one of its results."""
 
     node: Node
-    index: int | None
+    place: int | None
 
 
 class Tracked(NamedTuple):
@@ -80,10 +80,6 @@ class MemoryUse:
         """The first moment of most bytes."""
         return max(self.moments, key=lambda moment: moment.total(role))
 
-    def most_units(self, role: Role) -> frozenset[str]:
-        """The first largest set of units that are there at once."""
-        return max((moment.units(role) for moment in self.moments), key=len)
-
 
 def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -> MemoryUse:
     """Counts what a lowered graph holds, from the graph alone.
@@ -114,7 +110,7 @@ def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -
                 end[allocation] = max(end[allocation], wait)
     changes: list[dict[Tracked, int]] = [{} for _ in range(len(nodes) + 1)]
     for allocation, what in tracked.items():
-        count = _bytes(_one(val(allocation.node), allocation.index), what)
+        count = _bytes(_one(val(allocation.node), allocation.place), what)
         start = position[allocation.node]
         changes[start][what] = changes[start].get(what, 0) + count
         stop = end[allocation] + 1
@@ -147,7 +143,7 @@ def _allocations(graph: Graph) -> dict[Node, list[Allocation]]:
         if source is not None and (is_call(node, WAIT) or _is_view(node, source)):
             inside = found[source]
             if node.target is operator.getitem and len(inside) > 1:
-                inside = [allocation for allocation in inside if allocation.index == node.args[1]]
+                inside = [allocation for allocation in inside if allocation.place == node.args[1]]
             found[node] = inside
         elif isinstance(value, Tensor):
             found[node] = [Allocation(node, None)]
@@ -176,8 +172,8 @@ def _is_view(node: Node, source: Node) -> bool:
 def _tracked(graph: Graph, allocations: Mapping[Node, list[Allocation]], grads_only: bool) -> dict[Allocation, Tracked]:
     ours = [(launch, found) for launch in launches(graph) if (found := collective(launch)) is not None]
     first: dict[str, Collective] = {}  # of two collectives of a bucket, the second reads what is reduced
-    for _, bucket in ours:
-        first[bucket.bucket] = bucket
+    for _, found in ours:
+        first[found.bucket] = found
     tracked: dict[Allocation, Tracked] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -209,6 +205,10 @@ def _tracked(graph: Graph, allocations: Mapping[Node, list[Allocation]], grads_o
     return tracked
 
 
+def _weak(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class _Probes:
     """What the probes of one program look at, and what they see."""
@@ -224,7 +224,7 @@ class _Probes:
         for name, value in zip(names, values, strict=True):
             for index, what in self.tracked.get(name, ()):
                 tensor = _one(value, index)
-                self.watched.append((StorageWeakRef(tensor.untyped_storage()), _bytes(tensor, what), what))
+                self.watched.append((_weak(tensor), _bytes(tensor, what), what))
         want = self.counted.moments[len(self.moments)]
         live = self._live()
         while self.patience_s > 0 and any(
@@ -238,7 +238,7 @@ class _Probes:
             self.watched.clear()
 
     def _live(self) -> dict[Tracked, int]:
-        self.watched = [seen for seen in self.watched if not seen[0].expired()]
+        self.watched = [seen for seen in self.watched if not seen[0].expired()]  # type: ignore[no-untyped-call]
         live: dict[Tracked, int] = {}
         for _, count, what in {seen[0].cdata: seen for seen in self.watched}.values():
             live[what] = live.get(what, 0) + count
@@ -270,7 +270,7 @@ def watch_memory(*, grads_only: bool = False) -> Iterator[list[tuple[MemoryUse, 
         graph, number = gm.graph, next(_numbers)
         tracked: dict[str, list[tuple[int | None, Tracked]]] = {}
         for allocation, what in _tracked(graph, _allocations(graph), grads_only and direction == "backward").items():
-            tracked.setdefault(allocation.node.name, []).append((allocation.index, what))
+            tracked.setdefault(allocation.node.name, []).append((allocation.place, what))
         watched[number] = _probes[number] = _Probes(counted, tracked)
         arguments = [node for node in graph.nodes if node.op == "placeholder" and node.name in tracked]
         for node in [node for node in graph.nodes if node.op != "placeholder"]:
