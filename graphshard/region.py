@@ -166,9 +166,9 @@ class Region:
         for unit, state in zip(binding.units, states, strict=True):
             chosen = {*state.settings.forward_prefetch, *state.settings.backward_prefetch}
             if not chosen <= inside:
+                names = ", ".join(sorted(chosen - inside))
                 self.engine.report.say_once(
-                    f"unit '{unit.name or 'root'}' prefetches {', '.join(sorted(chosen - inside))}, which another region "
-                    "gathers"
+                    f"unit '{unit.name or 'root'}' prefetches {names}, gathered by another region"
                 )
 
     def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
