@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class UnitSettings:
     """FSDP2's settings of one unit that change a program but not what is traced, as they stand when it runs.
 
@@ -34,6 +34,9 @@ class UnitSettings:
         """What differs from the defaults."""
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
+
+    def __repr__(self) -> str:
+        return f"UnitSettings({self})"
 
 
 DEFAULT_SETTINGS = UnitSettings()
