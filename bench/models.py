@@ -29,9 +29,13 @@ class Block(nn.Module):
 class ManyParameters(nn.Module):
     """Nothing but blocks: many parameters, hardly any arithmetic. Its result is a loss."""
 
-    def __init__(self, num_params: int, dim: int = 16) -> None:
+    def __init__(self, num_params: int, blocks_per_unit: int, dim: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_params // PARAMS_PER_BLOCK))
+        count = num_params // PARAMS_PER_BLOCK // blocks_per_unit
+        self.blocks = nn.ModuleList(
+            Block(dim) if blocks_per_unit == 1 else nn.Sequential(*(Block(dim) for _ in range(blocks_per_unit)))
+            for _ in range(count)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, dim]` to a scalar."""
@@ -40,10 +44,10 @@ class ManyParameters(nn.Module):
         return x.square().mean()
 
 
-def many_parameters(num_params: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def many_parameters(num_params: int, blocks_per_unit: int = 1) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model of `num_params` parameters in blocks of six, and its inputs; the same in every process."""
     torch.manual_seed(0)
-    model = ManyParameters(num_params)
+    model = ManyParameters(num_params, blocks_per_unit)
     return model, (torch.randn(BATCH_SIZE, 16),)
 
 
