@@ -19,6 +19,7 @@ from graphshard import driver, region
 from graphshard.compat import (
     INDUCTOR_PATCHES,
     CustomPartitionerFn,
+    boxed_graph,
     compile_graph_inductor,
     compile_region_aot,
     compile_region_inductor,
@@ -122,12 +123,7 @@ def _shard_positions(engine: Engine, inputs: Sequence[Any]) -> dict[int, Shard]:
 
 
 def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    def run(args: list[Any]) -> Any:
-        taken = list(args)
-        args.clear()
-        return gm(*taken)
-
-    return run
+    return boxed_graph(gm)
 
 
 def _uncompiled(engine: Engine, number: int, gm: GraphModule) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -71,6 +72,13 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Says of `run` that it takes its arguments as one list, which it may empty."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def boxed_graph(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Runs `gm` as it is; empties the list of its arguments, so that each is freed after its last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return gm
 
 
 def uncaptured(function: C) -> C:

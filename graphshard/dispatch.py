@@ -60,6 +60,7 @@ class Binding:
         for slot, (ordinal, _) in enumerate(self.grouping):
             self.slots[ordinal].append(slot)
         self.unit_set = frozenset(self.units)
+        self._unnamed: dict[int, tuple[UnitSettings, tuple[object, ...]]] = {}
         self._own = {unit.name: ordinal for ordinal, unit in enumerate(self.units)}
         self.parts = frozenset(
             unit for unit, slots in zip(self.units, self.slots, strict=True) if len(slots) < len(unit.params)
@@ -81,8 +82,12 @@ class Binding:
         settings = state.settings
         if not (settings.forward_prefetch or settings.backward_prefetch):
             return state
-        unnamed = replace(state, settings=replace(settings, forward_prefetch=(), backward_prefetch=()))
-        return unnamed, self._ordinals(settings.forward_prefetch), self._ordinals(settings.backward_prefetch)
+        # By identity: a unit's settings are one object as long as nothing changes.
+        if (found := self._unnamed.get(id(settings))) is None or found[0] is not settings:
+            chosen = (self._ordinals(settings.forward_prefetch), self._ordinals(settings.backward_prefetch))
+            unnamed = replace(settings, forward_prefetch=(), backward_prefetch=())
+            found = self._unnamed[id(settings)] = (settings, (unnamed, *chosen))
+        return found[1], state.behind, state.reduces, state.post_forward, state.slots
 
     def _ordinals(self, names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self._own[name] for name in names if name in self._own)
@@ -201,11 +206,11 @@ def _reduce(plan: Plan, slot: int, position: int, bits: int, state: UnitState, u
         return
     if bits & PENDING:
         plan.added.append((slot, True))
+    if bits & HELD:
+        plan.added.append((slot, False))
     if not state.reduces:
         plan.unreduced.append((slot, position))
         return
-    if bits & HELD:
-        plan.added.append((slot, False))
     if bits & PARTIAL:
         plan.partial.append(slot)
     if not state.settings.all_reduce:

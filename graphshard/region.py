@@ -156,15 +156,16 @@ class Region:
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             if graph.direction == "forward":
-                self._say_ignored(binding, states)
+                self._say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             program = self._programs[key] = self._lower(graph, binding, plan, late)
         return program
 
-    def _say_ignored(self, binding: Binding, states: list[UnitState]) -> None:
+    def _say_ignored(self, binding: Binding) -> None:
         inside = {unit.name for unit in binding.units}
-        for unit, state in zip(binding.units, states, strict=True):
-            chosen = {*state.settings.forward_prefetch, *state.settings.backward_prefetch}
+        for unit in binding.units:
+            settings = unit.settings()
+            chosen = {*settings.forward_prefetch, *settings.backward_prefetch}
             if not chosen <= inside:
                 names = ", ".join(sorted(chosen - inside))
                 self.engine.report.say_once(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +29,14 @@ class UnitSettings:
     scatter_group: str = ""
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+
+    def of_forward(self) -> UnitSettings:
+        """Without those that matter in backward alone."""
+        return UnitSettings(custom_all_gather=self.custom_all_gather, forward_prefetch=self.forward_prefetch)
+
+    def of_backward(self) -> UnitSettings:
+        """Without those that matter in forward alone."""
+        return replace(self, forward_prefetch=())
 
     def __str__(self) -> str:
         """What differs from the defaults."""

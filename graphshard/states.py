@@ -36,7 +36,7 @@ def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] 
         elif unit in holdings.active:
             bits = tuple(shards[slot].bits & resides for slot in slots)
             bits = bits if any(bits) else ()
-        states.append(UnitState(unit.settings(), holdings.behind_forward(unit), True, unit.post_forward, bits))
+        states.append(UnitState(unit.forward_settings(), holdings.behind_forward(unit), True, unit.post_forward, bits))
     return states
 
 
@@ -78,5 +78,5 @@ def backward_states(
         first = unit in asked.entry.units or unit is last
         stays = not unit.reshard_after_backward or (first and not again.isdisjoint(shards))
         reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split
-        states.append(UnitState(unit.settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
+        states.append(UnitState(unit.backward_settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
     return states

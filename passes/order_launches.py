@@ -1,9 +1,9 @@
 """Places launches and waits: gathers one unit ahead, reduce-scatters awaited late.
 
 Needs: a graph with launches and waits, no marker. Leaves: a permutation. The first gather is launched at the top; each
-other one when the gather before it has arrived, so that it overlaps the compute of the unit before. A reduce-scatter
-is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at the end; an
-all-reduce behind it is launched right then. All-reduces are awaited at the end.
+other one when the gather before it has arrived and is copied out, so that it overlaps the compute of the unit before. A
+reduce-scatter is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at
+the end; an all-reduce behind it is launched right then. All-reduces are awaited at the end.
 
     ag0; w0; compute0; ag1; w1; compute1   ->   ag0; w0; ag1; compute0; w1; compute1
 
@@ -57,7 +57,7 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     position = {node: i for i, node in enumerate(graph.nodes)}
     gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
     gathers.sort(key=lambda gather: position[_wait(gather[0])])
-    moves = _prefetch(graph, [(copies_in[launch], unit) for launch, unit in gathers], ctx)
+    moves = _prefetch(graph, [(copies_in[launch], copies_out[launch][-1], unit) for launch, unit in gathers], ctx)
     in_flight = max((settings.scatter_buffers for _, settings in ctx.flags.units), default=1)
     moves += _late_waits(graph, ours, copies_in, copies_out, in_flight)
     edit = OrderEdit(tuple(moves))
@@ -96,9 +96,16 @@ def _may_move(group: list[Node], own: set[Node]) -> bool:
     return all(user in own or user.op == "output" for node in group for user in node.users)
 
 
-def _prefetch(graph: Graph, groups: list[tuple[list[Node], str]], ctx: PassContext) -> list[Move]:
-    """Where each gather's copy-in and launch go: the first to the top, any other one behind the wait of another."""
-    names = [unit for _, unit in groups]
+def _prefetch(graph: Graph, groups: list[tuple[list[Node], Node, str]], ctx: PassContext) -> list[Move]:
+    """Where each gather's copy-in and launch go: the first to the top, any other one behind the copy-out of another, so
+    that no third buffer is alive.
+
+    Args:
+        graph: the graph.
+        groups: (copy-in and launch, last node of the copy-out, unit) of each gather, in order of arrival.
+        ctx: holds the user's choices.
+    """
+    names = [unit for _, _, unit in groups]
     chosen = [_chosen(ctx, unit) for unit in names]
     behind: dict[int, int] = {}  # gather -> the gather whose arrival launches it
     for i, units in enumerate(chosen):
@@ -107,12 +114,12 @@ def _prefetch(graph: Graph, groups: list[tuple[list[Node], str]], ctx: PassConte
                 behind[later] = i
     moves: list[Move] = []
     top = next((node for node in graph.nodes if node.op != "placeholder"), None)
-    for i, (group, _) in enumerate(groups):
+    for i, (group, _, _) in enumerate(groups):
         if i not in behind and i > 0:
             if ctx.direction == "backward" and chosen[i - 1]:
                 continue  # as in FSDP2, a choice replaces what would be prefetched there in backward
             behind[i] = i - 1
-        anchor = top if i == 0 else _wait(groups[behind[i]][0][-1])
+        anchor = top if i == 0 else groups[behind[i]][1]
         sources = {source for node in group for source in node.all_input_nodes} - set(group)
         if anchor is not None and all(source.op == "placeholder" for source in sources) and anchor not in group:
             moves.append(Move(_names(group), "before" if i == 0 else "after", anchor.name))

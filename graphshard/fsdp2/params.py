@@ -95,7 +95,10 @@ class ShardedParam:
     @property
     def layout(self) -> tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None:
         """Mesh, placements, full shape and strides of a gathered tensor-parallel parameter; None for any other."""
-        spec = self._raw._unsharded_dtensor_spec if self._raw.is_dtensor else None
+        raw = self._raw
+        spec = None
+        if raw.is_dtensor:  # torch 2.11 has the older name
+            spec = raw._unsharded_dtensor_spec if hasattr(raw, "_unsharded_dtensor_spec") else raw._tp_spec
         return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
 
     def is_registered(self, parameter: object) -> bool:

@@ -34,6 +34,7 @@ class Unit:
         self.params = [ShardedParam(param, self) for param in raw.fsdp_params]
         self._seen: tuple[object, ...] = ()
         self._settings = DEFAULT_SETTINGS
+        self._by_direction = DEFAULT_SETTINGS, DEFAULT_SETTINGS
 
     # -- layout: it never changes
 
@@ -163,7 +164,18 @@ class Unit:
         )
         if seen != self._seen:
             self._seen, self._settings = seen, self._read_settings(*seen[:8])
+            self._by_direction = self._settings.of_forward(), self._settings.of_backward()
         return self._settings
+
+    def forward_settings(self) -> UnitSettings:
+        """Those of them that shape a forward program."""
+        self.settings()
+        return self._by_direction[0]
+
+    def backward_settings(self) -> UnitSettings:
+        """Those of them that shape a backward program."""
+        self.settings()
+        return self._by_direction[1]
 
     def _read_settings(
         self,

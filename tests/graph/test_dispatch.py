@@ -93,8 +93,8 @@ def test_binding_of_equal_blocks_has_one_key() -> None:
 
 def test_binding_key_says_which_of_its_units_are_prefetched() -> None:
     chosen = replace(STATE, settings=UnitSettings(forward_prefetch=("second", "elsewhere")))
-    _, _, (state, forward_ordinals, backward_ordinals) = binding().key(states(root=chosen))  # type: ignore[misc]
-    assert (state, forward_ordinals, backward_ordinals) == (STATE, (1,), ())  # names differ between equal blocks
+    _, _, ((settings, forward_ordinals, backward_ordinals), *_) = binding().key(states(root=chosen))  # type: ignore[misc]
+    assert (settings, forward_ordinals, backward_ordinals) == (UnitSettings(), (1,), ())  # names differ between blocks
 
 
 def test_plan_of_the_default_is_empty() -> None:
@@ -158,13 +158,14 @@ def test_plan_leaves_gradients_unreduced_without_gradient_sync() -> None:
     assert plan.flags.unreduced == {"root_a"}
 
 
-def test_plan_adds_what_is_held_when_it_reduces() -> None:
+def test_plan_adds_what_is_held() -> None:
     held = torch.ones(3, dtype=BF16)
     call = binding(held=held)
     plan = backward(call, replace(STATE, slots=(HELD | REACHED,)))
     assert plan.flags == Flags(added=(("root_a", BF16),))
     assert plan.extra_args(call.shards) == [held]
-    assert backward(call, replace(STATE, reduces=False, slots=(HELD | REACHED,))).added == []  # the caller adds it
+    unsynchronized = backward(call, replace(STATE, reduces=False, slots=(HELD | REACHED,)))
+    assert unsynchronized.flags == Flags(unreduced=frozenset({"root_a"}), added=(("root_a", BF16),))
 
 
 def test_plan_adds_calls_of_one_backward_before_earlier_backwards() -> None:
@@ -174,7 +175,7 @@ def test_plan_adds_calls_of_one_backward_before_earlier_backwards() -> None:
     assert plan.flags.added == (("root_a", BF16), ("root_a", F32))
     assert [arg is want for arg, want in zip(plan.extra_args(call.shards), (pending, held), strict=True)] == [True] * 2
     unsynchronized = backward(call, replace(STATE, reduces=False, slots=(HELD | PENDING | REACHED,)))
-    assert unsynchronized.flags == Flags(unreduced=frozenset({"root_a"}), added=(("root_a", BF16),))
+    assert unsynchronized.flags == replace(plan.flags, unreduced=frozenset({"root_a"}))
 
 
 def test_plan_only_sums_while_another_call_follows() -> None:

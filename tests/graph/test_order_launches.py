@@ -148,11 +148,12 @@ def test_order_ignores_a_choice_for_the_other_direction_or_of_what_is_past(direc
     assert gathers_of(marked.flagged(units=choosing(direction, **last))) == default
 
 
-def test_order_copies_into_a_gather_behind_the_wait_before_it() -> None:
+def test_order_copies_into_a_gather_behind_the_copy_out_before_it() -> None:
     order = list(ordered(toy_forward(toy_weights())).graph.nodes)
     first_wait = next(node for node in order if node.target is WAIT)
-    following = order[order.index(first_wait) + 1 :]
-    assert [node.target for node in following[:2]] == [aten.cat.default, ALL_GATHER]
+    bucket = first_wait.meta["bucket_of"]
+    copied_out = max(i for i, node in enumerate(order) if node.meta.get("bucket_of") == bucket)
+    assert [node.target for node in order[copied_out + 1 : copied_out + 3]] == [aten.cat.default, ALL_GATHER]
 
 
 def test_order_leaves_a_gather_of_a_computed_shard() -> None:
