@@ -148,6 +148,7 @@ class Adapted(nn.Module):
         return x + torch.tanh(frozen + quantized + self.up(self.down(x)))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 cannot shard integers")
 @pytest.mark.parametrize("param_dtype", [None, BF16], ids=str)
 @training_test(tolerance=BITWISE)
 def test_frozen_parameters_of_other_dtypes_share_a_bucket(run: TrainingRun, param_dtype: torch.dtype | None) -> None:
