@@ -164,6 +164,11 @@ class _UnitMethods:
             # A pipeline's REDUCE_GRAD: next it calls FSDP2's own reduction, which holds no gradients.
             self.__dict__[ENGINE].reduce_held()
 
+    def finalize_backward(self: Any, *, async_op: bool = False) -> Any:
+        handle = super().finalize_backward(async_op=async_op)  # type: ignore[misc]  # from torch 2.15 on
+        self.__dict__[ENGINE].reduce_held()
+        return handle
+
     def set_post_optim_event(self: Any, event: Any) -> None:
         super().set_post_optim_event(event)  # type: ignore[misc]
         self.__dict__[ENGINE].wait_for_optimizer(event)

@@ -236,6 +236,7 @@ def blocks_in_part(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"], mp_policy=half)
 
 
+@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
 @pytest.mark.row("S32")
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
 def test_units_of_plain_and_tensor_parallel_parameters(run: TrainingRun) -> None:
