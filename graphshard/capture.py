@@ -97,7 +97,9 @@ def _parameter_property(name: str) -> property:
                 return self._parameters[name]
             entry = self.__dict__[SHARDS][name]
             full = UNSHARD(entry[0], entry[1])
-            return full if len(entry) == 2 else as_tensor_parallel(full, *entry[2:])
+            if len(entry) == 2:
+                return full
+            return as_tensor_parallel(full, entry[2], entry[3], entry[4], entry[5])
         engine: Engine = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 

@@ -151,6 +151,4 @@ class ShardedParam:
             return "all-gather extensions of a tensor subclass"
         if 0 in self.size:
             return "parameters without elements"
-        if self.layout is not None and raw.mesh_info.is_spmd_mesh:
-            return "dp_mesh_dims"
         return None

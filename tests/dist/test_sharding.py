@@ -168,6 +168,7 @@ def contiguity(model: nn.Module) -> dict[str, list[bool]]:
     return {name: [part.is_contiguous() for part in kept] for name, kept in parts.items()}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 cannot guard a list that a hook fills")
 @pytest.mark.row("S25")
 @training_test(world_size=4)
 def test_parameters_sharded_on_dim_1_are_contiguous(run: TrainingRun) -> None:
