@@ -82,7 +82,14 @@ def compile(
     check_torch_version()
     _check_arguments(model, strategy, backend, regions, plan)
     _check_types(
-        fullgraph=fullgraph, dynamic=dynamic, strict=strict, mp_policy=mp_policy, ignored_params=ignored_params
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+        strict=strict,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
     )
     check_environment()
     if engine_of(model) is not None:
@@ -103,6 +110,8 @@ def compile(
     else:
         mesh = _check_mesh(model, mesh)
         _check_parameters(model, ignored_params or set())
+        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+            _check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
         if callable(shard_placement_fn) and strategy == "fully_shard":
             _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
         _annotate(model, strategy, mesh, sharding)
@@ -128,17 +137,27 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
         )
 
 
-def _check_types(fullgraph: object, dynamic: object, strict: object, mp_policy: object, ignored_params: object) -> None:
-    for name, got, wanted in (
-        ("fullgraph", fullgraph, bool),
-        ("strict", strict, bool),
-        ("dynamic", dynamic, bool | None),
-        ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
-        ("ignored_params", ignored_params, set | None),
-    ):
-        if not isinstance(got, wanted):
+_TYPES: dict[str, Any] = {
+    "fullgraph": bool,
+    "strict": bool,
+    "dynamic": bool | None,
+    "mp_policy": MixedPrecisionPolicy | None,
+    "offload_policy": OffloadPolicy | None,
+    "ignored_params": set | None,
+}
+
+
+def _check_types(**arguments: object) -> None:
+    for name, wanted in _TYPES.items():
+        if not isinstance(arguments[name], wanted):
             names = getattr(wanted, "__name__", str(wanted))
-            raise TypeError(f"compile: {name}: got {got!r:.80}, want {names}")
+            raise TypeError(f"compile: {name}: got {arguments[name]!r:.80}, want {names}")
+    reshard, placement_of = arguments["reshard_after_forward"], arguments["shard_placement_fn"]
+    if reshard is not None and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
+        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int or None")
+    if placement_of is not None and not callable(placement_of):
+        raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
+    ignored_params = arguments["ignored_params"]
     for param in ignored_params if isinstance(ignored_params, set) else ():
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"compile: ignored_params: got {param!r:.80} in the set, want parameters themselves")
@@ -190,6 +209,11 @@ def _check_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
                 f"compile: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, not "
                 "contiguous ones; register a contiguous copy"
             )
+
+
+def _check_reshard(count: int, ranks: int) -> None:
+    if not 1 <= count <= ranks or ranks % count:
+        raise ValueError(f"compile: reshard_after_forward: got {count}, want a factor of the {ranks} ranks of the mesh")
 
 
 def _check_placements(

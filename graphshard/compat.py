@@ -144,6 +144,11 @@ def moved_tensors(values: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, moved, values)
 
 
+def version(tensor: Tensor) -> int:
+    """How often the memory of `tensor` was written in place, through any of its views."""
+    return tensor._version
+
+
 def keep_static(tensor: Tensor) -> None:
     """Tells Dynamo never to make a dim of `tensor` symbolic."""
     torch._dynamo.mark_static(tensor)

@@ -113,6 +113,8 @@ class Holdings:
         self.regions_run, self.nested = 0, False
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
         self._in_backward = backward_id() != -1
+        if not self._in_backward:
+            self._drop_outdated()
         if (entry := self._entry_of.get(id(module))) is None:
             entry = self._entry_of[id(module)] = self._entered(module)
         self.entry = entry
@@ -120,6 +122,13 @@ class Holdings:
             if unit.reduce_unused:
                 # Ranks may use other parameters of it than this one: all take part in one gather of the whole.
                 self.unshard([unit]).wait()
+
+    def _drop_outdated(self) -> None:
+        """What stays gathered is gathered again if an optimizer has written the parameter since."""
+        for unit in self.active:
+            for shard in self._shards.get(unit, ()):
+                if shard.is_outdated():
+                    shard.reshard()
 
     def _entered(self, module: nn.Module) -> Entry:
         inside = {id(inner) for inner in module.modules()}
@@ -213,10 +222,11 @@ class Holdings:
         Args:
             only: the units that it ends; empty: all.
         """
-        for unit in [
-            unit for unit in self._shards if (not only or unit in only) and (unit in self.active or unit.reduce_unused)
-        ]:
-            shards = self._shards[unit]
+        for unit, shards in self._shards.items():
+            if only and unit not in only:
+                continue
+            if not (unit in self.active or unit in self._gathers or unit.reduce_unused):
+                continue
             self._hold_pending(shards)
             if unit.reduce_grads:
                 self._reduce(unit, shards)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphshard.compat import keep_static
+from graphshard.compat import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit
 from graphshard.ir import ParamRef
 from graphshard.markers import ShardSpec
@@ -47,6 +47,7 @@ class Shard:
         self.held: Tensor | None = None
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None
+        self._version = 0  # of the leaf, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         self._source = param.flat_shard
@@ -136,7 +137,7 @@ class Shard:
 
     def stay(self, full: Tensor) -> None:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
-        self.full, self.post_forward = full, None
+        self.full, self.post_forward, self._version = full, None, version(self.leaf)
         self._register(self.param.as_registered(full))
 
     def stay_whole(self) -> None:
@@ -148,8 +149,12 @@ class Shard:
 
     def stay_post_forward(self, shard: Tensor) -> None:
         """Keeps a post-forward shard `[n]`."""
-        self.full, self.post_forward = None, shard
+        self.full, self.post_forward, self._version = None, shard, version(self.leaf)
         self._register(self.param.as_registered_post_forward(shard))
+
+    def is_outdated(self) -> bool:
+        """Whether the parameter was written since what stays was gathered."""
+        return (self.full is not None or self.post_forward is not None) and version(self.leaf) != self._version
 
     def reshard(self) -> None:
         """Frees what stayed, and registers the sharded parameter."""

@@ -60,6 +60,7 @@ def backward_states(
     """
     shards, reduced, again = binding.shards, graph.reduced, asked.again
     last = None if graph.last_gathered is None else shards[graph.last_gathered].unit
+    holdings.finish_gathers(binding.units)
     states = []
     for unit, slots in zip(binding.units, binding.slots, strict=True):
         if unit in split and not graph.gathered.isdisjoint(slots):

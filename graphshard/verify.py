@@ -68,15 +68,19 @@ def check_values(graph: Graph, recompute: bool) -> None:
     arguments.
     """
     for node in graph.nodes:
-        if node.op in ("placeholder", "call_function") and "val" not in node.meta and not _is_higher_order(node):
+        if node.op in ("placeholder", "call_function") and "val" not in node.meta and not _has_no_value(node):
             _fail("G2", graph, node, "has no meta['val']")
         if recompute and node.op == "call_function":
             _check_value(graph, node)
 
 
-def _is_higher_order(node: Node) -> bool:
-    """Whether `node` calls an operator on operators: torch's partitioner adds such nodes without a fake value."""
-    return node.op == "call_function" and not is_torch_operator(node.target) and node.target is not operator.getitem
+def _has_no_value(node: Node) -> bool:
+    """Whether `node` returns nothing, or calls an operator on operators: torch's partitioner adds such nodes without a
+    fake value.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not is_torch_operator(node.target) or not node.target._schema.returns  # noqa: SLF001
 
 
 def _check_value(graph: Graph, node: Node) -> None:

@@ -1,7 +1,7 @@
 """Tells the partitioner to gather parameters again in backward, never to save what was gathered.
 
-Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged. Without a tag the partitioner would
-save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
+Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged, and every view of one. Without a tag
+the partitioner would save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
 
     %a = unshard(%s, ...)   ->   the same, meta["recompute"] = MUST_RECOMPUTE
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from graphshard.compat import tag_reshard
-from graphshard.ir import PassContext, unshards
+from graphshard.ir import PassContext, may_view, unshards
 
 _DONE = "reshard_tagged"
 
 
 @dataclass(frozen=True)
 class ReshardEdit:
-    """Names of unshards to tag."""
+    """Names of unshards, and of views of them, to tag."""
 
     again: tuple[str, ...]
 
@@ -32,14 +32,17 @@ class ReshardEdit:
 
 
 def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
-    """Finds the unshards that are not tagged yet."""
-    return ReshardEdit(tuple(node.name for node in unshards(graph) if _DONE not in node.meta))
+    """Finds what is not tagged yet."""
+    found = list(unshards(graph))
+    for node in found:  # grows: a part of a view is a view too
+        found += [user for user in node.users if may_view(user) and user.args[0] is node]
+    return ReshardEdit(tuple(node.name for node in found if _DONE not in node.meta))
 
 
 def apply(graph: Graph, edit: ReshardEdit) -> None:
     """Tags what `edit` names."""
     again = set(edit.again)
-    for node in unshards(graph):
+    for node in graph.nodes:
         if node.name in again:
             tag_reshard(node)
             node.meta[_DONE] = True

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from test_training import BITWISE, Shift, loss_of
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -100,3 +101,54 @@ def test_first_call_with_gathered_parameters(run: TrainingRun, by: str) -> None:
     loss = loss_of(model, run, 0)
     loss.backward()
     run.observe(loss, model)
+
+
+class Views(nn.Module):
+    """Reads parts of parameters, and checks a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.stacked = nn.Linear(models.DIM, 2 * models.DIM), nn.Parameter(torch.randn(2, models.DIM, models.DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fused.weight.split(models.DIM)
+        first, second = self.stacked.unbind(0)
+        chosen = F.one_hot((x @ first).argmax(-1), models.DIM).to(x.dtype)
+        return F.linear(x, gate) * F.linear(x, up) + F.linear(x, self.fused.weight.detach()[: models.DIM]) + chosen @ second
+
+
+@training_test()
+def test_parts_of_parameters_are_gathered_again(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(Views(), Views()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@training_test()
+def test_gather_launched_before_backward_ends_with_it(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index in range(3):
+        loss = loss_of(model, run, index)
+        model.layers[0].unshard(async_op=True)  # never awaited
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@training_test()
+def test_parameters_frozen_before_backward_get_no_gradient(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    for index in range(2):
+        loss = loss_of(model, run, index)
+        model.layers[0].requires_grad_(index == 1)
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+        model.requires_grad_(True)
