@@ -45,8 +45,8 @@ class Report:
     Attributes:
         programs: every program lowered so far.
         regions: number of regions that Dynamo captured.
-        eager_unshards: FQN -> gathers made one by one, outside a program.
-        eager_reductions: FQN -> reductions made one by one, outside a program.
+        eager_unshards: FQN -> reads outside any graph; the parameter's whole unit is gathered then.
+        eager_reductions: FQN -> gradients of such reads; they are reduced with the rest of the unit.
         fallbacks: one line for each thing that is not compiled or that is ignored, by name.
         joint_passes_s: seconds in passes on joint graphs, all regions.
     """
@@ -84,12 +84,13 @@ class Report:
         lines = [f"{self.regions} regions, {len(self.programs)} programs"]
         for p in self.programs:
             counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
+            where = "one unit" if p.region < 0 else f"region {p.region}"
             lines.append(
-                f"  region {p.region} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
+                f"  {where} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
                 f"passes {p.passes_s * 1e3:.0f} ms, compile {p.compile_s:.1f} s"
             )
         if self.eager_unshards:
-            lines.append(f"  gathered outside programs: {dict(self.eager_unshards)}")
+            lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")
         if self.eager_reductions:
-            lines.append(f"  reduced outside programs: {dict(self.eager_reductions)}")
+            lines.append(f"  gradients of such reads: {dict(self.eager_reductions)}")
         return "\n".join(lines + [f"  {line}" for line in self.fallbacks])
