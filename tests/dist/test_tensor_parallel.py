@@ -321,3 +321,44 @@ def test_experts_are_sharded_over_a_mesh_of_their_own(run: TrainingRun) -> None:
         run.observe(loss, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.expert(torch.tanh(self.dense(x)))
+        return out
+
+
+@pytest.mark.row("S33")
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("ep", "efsdp"), expect_collectives="at_most")
+def test_one_unit_shards_its_parameters_on_two_meshes(run: TrainingRun) -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")  # no public name yet
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this FSDP2 has one mesh per unit")
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    few, all_ranks = (common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (run.mesh["efsdp"], whole))
+
+    def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in model.children():
+            experts = set(block.expert.parameters())  # type: ignore[operator, union-attr]
+            fully_shard(
+                block,
+                mesh=whole,
+                shard_placement_fn=lambda p, experts=experts: common.ShardPlacementResult(
+                    Shard(0), few if p in experts else all_ranks
+                ),
+            )
+        fully_shard(model, mesh=whole)
+
+    model = run.shard(nn.Sequential(Expert(), Expert()), annotate=annotate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for index in range(3):
+        loss = model(torch.randn(4, 8, generator=models.generator(index, run.rank))).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
