@@ -145,7 +145,7 @@ def moved_tensors(values: Any, device: torch.device) -> Any:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the memory of `tensor` was written in place, through any of its views."""
+    """How often `tensor` was written in place, through itself or a view of it."""
     return tensor._version
 
 

@@ -6,6 +6,7 @@ them, are worked out once per key.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,13 +66,13 @@ class Binding:
         self.parts = frozenset(
             unit for unit, slots in zip(self.units, self.slots, strict=True) if len(slots) < len(unit.params)
         )  # units of which only some parameters are here
-        self.overlaps: dict[int, frozenset[Shard]] = {}  # id of another binding -> trainable shards of both
+        self._overlaps: weakref.WeakKeyDictionary[Binding, frozenset[Shard]] = weakref.WeakKeyDictionary()
 
     def overlap(self, other: Binding) -> frozenset[Shard]:
         """Trainable shards of both."""
-        if (found := self.overlaps.get(id(other))) is None:
+        if (found := self._overlaps.get(other)) is None:
             trainable = (shard for shard in self.shards if shard.leaf.requires_grad)
-            found = self.overlaps[id(other)] = frozenset(trainable) & frozenset(other.shards)
+            found = self._overlaps[other] = frozenset(trainable) & frozenset(other.shards)
         return found
 
     def key(self, states: Sequence[UnitState]) -> tuple[object, ...]:
@@ -164,7 +165,7 @@ def make_plan(
             if bits[slot] & (RESIDENT | POST_FORWARD) and not bits[slot] & (AGAIN | STAYS) and state.behind == RESHARD:
                 plan.dropped.append(slot)
             if slot in reduced and bits[slot] & REACHED and not inputs_only:
-                _reduce(plan, slot, reduced[slot], bits[slot], state, unit)
+                _reduce(plan, slot, reduced[slot], bits[slot], state)
         known = [other.post_forward for other in plan.ranks]
         if any(slot in plan.resharded for slot in slots) and unit.post_forward not in known:
             plan.ranks.append(unit)
@@ -200,7 +201,7 @@ def _place(plan: Plan, slot: int, bits: int, behind: int) -> None:
         plan.resharded.append(slot)
 
 
-def _reduce(plan: Plan, slot: int, position: int, bits: int, state: UnitState, unit: Unit) -> None:
+def _reduce(plan: Plan, slot: int, position: int, bits: int, state: UnitState) -> None:
     if bits & AGAIN:
         plan.again.append((slot, position))
         return

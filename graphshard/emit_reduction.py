@@ -61,10 +61,10 @@ def emit_reduction(
     world_size, reduce_dtype = spec.world_size, spec.reduce_dtype
     ops = reduce_ops(reduce_dtype, world_size, spec.replicas, settings.divide_factor, settings.force_sum)
     build.meta["role"] = "copy_in"
-    sizes = [spec_of(marker).dim for marker in markers]
+    dims = [spec_of(marker).dim for marker in markers]
     rows = [
         rows_of(build, build.cast(marker.args[0], reduce_dtype), world_size, dim)
-        for marker, dim in zip(markers, sizes, strict=True)
+        for marker, dim in zip(markers, dims, strict=True)
     ]
     numels = [val(row).numel() // world_size for row in rows]
     flat = build.call(aten.cat.default, rows, 1) if len(rows) > 1 else rows[0]

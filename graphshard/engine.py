@@ -15,7 +15,6 @@ from torch.distributed.fsdp import UnshardHandle
 
 from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
-from graphshard.calls import Call
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
     backward_id,
@@ -74,7 +73,7 @@ class Engine:
         self.bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
         self.shard_at: dict[int, Shard] = {}
         programs = UnitPrograms(self)
-        self.holdings = Holdings(programs)
+        self.holdings = Holdings(programs, self.report)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -100,11 +99,6 @@ class Engine:
         if not self._falls_back(unit.unsupported() for unit in self._units):
             self._mark_classes()
             self._hooks.detach()
-
-    @property
-    def calls(self) -> weakref.WeakSet[Call]:
-        """Calls of regions whose backward is still to come."""
-        return self.holdings.calls
 
     # -- set-up
 
@@ -163,13 +157,17 @@ class Engine:
             for shard in self._shards:
                 shard.renew()
             self._install()
+        gathered = False
         for unit in self._units:
             if not unit.is_sharded:  # by FSDP2's own engine: in eager FSDP2, or around a method registered lately
                 unit.reshard()
-                self._sizes = []
-        if self._sizes != (sizes := [len(vars(module)) for module in self._unit_modules]):
-            self._sizes = sizes  # a method may have been registered since the last call
-            self._hooks.find_methods()
+                gathered = True
+        sizes = [len(vars(module)) for module in self._unit_modules]
+        if gathered or sizes != self._sizes:  # a method may have been registered since the last call
+            self._sizes = sizes
+            for name in self._hooks.find_methods():
+                if gathered and not self._eager_ran:
+                    self.report.note_once(f"{name}, registered after compile, ran in FSDP2's hooks the first time")
         if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
             self._hook_keys = keys
             self._signatures.clear()

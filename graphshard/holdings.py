@@ -12,6 +12,7 @@ from graphshard.calls import Call, Entry
 from graphshard.compat import backward_id
 from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD, Binding
 from graphshard.fsdp2 import Unit
+from graphshard.report import Report
 from graphshard.shards import Shard
 from graphshard.unit_programs import Gather, UnitPrograms
 
@@ -30,7 +31,7 @@ class Holdings:
         calls: calls of regions whose backward is still to come.
     """
 
-    def __init__(self, programs: UnitPrograms) -> None:
+    def __init__(self, programs: UnitPrograms, report: Report) -> None:
         self.active: set[Unit] = set()
         self.touched: set[Unit] = set()
         self.split: set[Unit] = set()
@@ -39,6 +40,7 @@ class Holdings:
         self._in_backward = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._programs = programs
+        self._report = report
         self._shards: dict[Unit, list[Shard]] = {}
         self._gathers: dict[Unit, tuple[Gather, list[Shard]]] = {}  # under way
         self.entry = Entry()
@@ -160,6 +162,11 @@ class Holdings:
     def wanted_whole(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
         """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
         if broken or self.nested or self.regions_run:
+            for unit in self._in_order(parts - self.split):
+                self._report.note_once(
+                    f"unit '{unit.name or 'root'}' is used in parts, because of a graph break: it is gathered and "
+                    "reduced as a whole, outside the graphs"
+                )
             self.split |= parts
             return parts
         # What is not used here of a list of modules is for another call.

@@ -7,6 +7,7 @@ carries is kept in its `Collective`, so that no pass, check or dump has to find 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
@@ -243,6 +244,18 @@ def output_node(graph: Graph) -> Node:
     """The output node."""
     output: Node = next(iter(graph.find_nodes(op="output")))
     return output
+
+
+def launch_counts(graph: Graph) -> dict[str, int]:
+    """How many launches of each kind a graph has."""
+    counts = Counter(LAUNCHES[node.target] for node in launches(graph))
+    return {str(kind): count for kind, count in counts.items()}
+
+
+def fake_empty(like: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A contiguous fake tensor of the fake mode, and without `device` on the device, of another fake value."""
+    with like.fake_mode:
+        return torch.empty(tuple(shape), dtype=dtype, device=device or like.device)
 
 
 def add_placeholder(graph: Graph, name: str, value: Tensor) -> Node:

@@ -1,4 +1,4 @@
-"""Gathers of single parameters outside any program, or for a graph that runs uncompiled."""
+"""Reads of single parameters outside any program, or for a graph that runs uncompiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphshard.unit_programs import UnitPrograms
 
 
 class OutsideGathers:
-    """Gathers one parameter at a time, once per forward.
+    """Serves one parameter at a time, gathered once per forward.
 
     Args:
         programs: make and count the collectives.

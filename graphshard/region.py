@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,11 +25,10 @@ from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import (
-    LAUNCHES,
     Direction,
     ParamRef,
     PassContext,
-    launches,
+    launch_counts,
     output_args,
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
@@ -188,12 +186,11 @@ class Region:
             run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
             hide_results(len(flags.kept) + len(flags.resharded))
         compile_s = time.perf_counter() - start
-        counts = Counter(LAUNCHES[node.target] for node in launches(lowered.gm.graph))
         record = ProgramRecord(
             self.number,
             graph.direction,
-            str(flags),
-            {str(kind): count for kind, count in counts.items()},
+            f"{graph.part} {flags}".lstrip(),
+            launch_counts(lowered.gm.graph),
             lowered.passes_s,
             compile_s,
             ir=format_graph(lowered.gm.graph),

@@ -48,6 +48,7 @@ class Report:
         eager_unshards: FQN -> reads outside any graph; the parameter's whole unit is gathered then.
         eager_reductions: FQN -> gradients of such reads; they are reduced with the rest of the unit.
         fallbacks: one line for each thing that is not compiled or that is ignored, by name.
+        notes: one line for each thing that runs in programs, but not as the model's graphs would have it.
         joint_passes_s: seconds in passes on joint graphs, all regions.
     """
 
@@ -56,6 +57,7 @@ class Report:
     eager_unshards: Counter[str] = field(default_factory=Counter)
     eager_reductions: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     joint_passes_s: float = 0.0
 
     @property
@@ -76,9 +78,11 @@ class Report:
 
     def say_once(self, line: str) -> None:
         """Logs a warning the first time, and keeps it in `fallbacks`."""
-        if line not in self.fallbacks:
-            self.fallbacks.append(line)
-            log.warning("graphshard: %s", line)
+        _say_once(self.fallbacks, line)
+
+    def note_once(self, line: str) -> None:
+        """Logs a warning the first time, and keeps it in `notes`."""
+        _say_once(self.notes, line)
 
     def __str__(self) -> str:
         lines = [f"{self.regions} regions, {len(self.programs)} programs"]
@@ -93,4 +97,10 @@ class Report:
             lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")
         if self.eager_reductions:
             lines.append(f"  gradients of such reads: {dict(self.eager_reductions)}")
-        return "\n".join(lines + [f"  {line}" for line in self.fallbacks])
+        return "\n".join(lines + [f"  {line}" for line in (*self.fallbacks, *self.notes)])
+
+
+def _say_once(lines: list[str], line: str) -> None:
+    if line not in lines:
+        lines.append(line)
+        log.warning("graphshard: %s", line)

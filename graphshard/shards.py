@@ -47,7 +47,7 @@ class Shard:
         self.held: Tensor | None = None
         self.pending: Tensor | None = None
         self.partial: Tensor | None = None
-        self._version = 0  # of the leaf, when it was gathered
+        self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         self._source = param.flat_shard
@@ -137,7 +137,7 @@ class Shard:
 
     def stay(self, full: Tensor) -> None:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
-        self.full, self.post_forward, self._version = full, None, version(self.leaf)
+        self.full, self.post_forward, self._versions = full, None, self._written()
         self._register(self.param.as_registered(full))
 
     def stay_whole(self) -> None:
@@ -149,12 +149,16 @@ class Shard:
 
     def stay_post_forward(self, shard: Tensor) -> None:
         """Keeps a post-forward shard `[n]`."""
-        self.full, self.post_forward, self._version = None, shard, version(self.leaf)
+        self.full, self.post_forward, self._versions = None, shard, self._written()
         self._register(self.param.as_registered_post_forward(shard))
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written since what stays was gathered."""
-        return (self.full is not None or self.post_forward is not None) and version(self.leaf) != self._version
+        return (self.full is not None or self.post_forward is not None) and self._written() != self._versions
+
+    def _written(self) -> tuple[int, int]:
+        # Optimizers write through the DTensor, which counts them alone; others write its local tensor.
+        return version(self.param.parameter), version(self.leaf)
 
     def reshard(self) -> None:
         """Frees what stayed, and registers the sharded parameter."""

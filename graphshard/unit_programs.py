@@ -7,7 +7,6 @@ operator.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from graphshard import driver
 from graphshard.compat import fake_tensors
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
 from graphshard.fsdp2 import Unit
-from graphshard.ir import LAUNCHES, WAIT, Direction, PassContext, launches
+from graphshard.ir import WAIT, Direction, PassContext, launch_counts
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
@@ -125,12 +124,11 @@ class UnitPrograms:
         start = time.perf_counter()
         title = f"{self._name}.{kind}.{shards[0].unit.name or 'root'}"
         lowered = driver.lower(gm, PassContext(direction, params, flags), title).gm
-        counts = Counter(LAUNCHES[node.target] for node in launches(lowered.graph))
         record = ProgramRecord(
             -1,
             kind,
             str(flags),
-            {str(name): count for name, count in counts.items()},
+            launch_counts(lowered.graph),
             time.perf_counter() - start,
             0.0,
             ir=format_graph(lowered.graph),

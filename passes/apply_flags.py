@@ -24,6 +24,7 @@ from graphshard.ir import (
     PassContext,
     add_placeholder,
     aten,
+    fake_empty,
     output_args,
     output_node,
     reductions,
@@ -146,14 +147,7 @@ def apply(graph: Graph, edit: FlagsEdit) -> None:
 
 def _partial(reduction: Node) -> torch.Tensor:
     """Fake value of a partial gradient: it stays on the device of the gradient, also where the shard is offloaded."""
-    shard, device = val(reduction), val(reduction.args[0]).device
-    with shard.fake_mode:
-        return torch.empty(shard.shape, dtype=_reduce_dtype(reduction), device=device)
-
-
-def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty(value.shape, dtype=dtype, device=value.device)
+    return fake_empty(val(reduction.args[0]), val(reduction).shape, _reduce_dtype(reduction))
 
 
 def _add_held(graph: Graph, reduction: Node, dtype: torch.dtype, cast_first: bool) -> None:
@@ -162,8 +156,7 @@ def _add_held(graph: Graph, reduction: Node, dtype: torch.dtype, cast_first: boo
     taken = {node.name for node in graph.nodes if node.op == "placeholder"}
     while name in taken:  # what calls of this backward left, then what earlier backwards left
         name += "_"
-    value = val(grad)
-    placeholder = add_placeholder(graph, name, _like(value, dtype))
+    placeholder = add_placeholder(graph, name, fake_empty(val(grad), val(grad).shape, dtype))
     build = Builder(graph, reduction)
     total = build.call(aten.add.Tensor, placeholder, build.cast(grad, dtype) if cast_first else grad)
     reduction.update_arg(0, total)

@@ -15,6 +15,7 @@ Source: FSDP2's `reshard_after_forward` (False; an int: shards over a smaller gr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from graphshard.ir import (
     PassContext,
     add_placeholder,
     aten,
+    fake_empty,
     output_args,
     output_node,
     shard_placeholder,
@@ -85,9 +87,7 @@ def apply(graph: Graph, edit: ResidencyEdit) -> None:
     by_name = {node.name: node for node in graph.nodes}
     for name, shard in edit.resident:
         node = by_name[name]
-        value = val(node)
-        with value.fake_mode:
-            gathered = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        gathered = fake_empty(val(node), val(node).shape, val(node).dtype)
         placeholder = add_placeholder(graph, RESIDENT + shard, gathered)
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
@@ -106,11 +106,8 @@ def apply(graph: Graph, edit: ResidencyEdit) -> None:
 
 def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> Node:
     spec = replace(spec_of(node), world_size=count, group=group, device="")
-    value = val(node)
-    with value.fake_mode:
-        numel = torch.Size(padded_shape(spec.size, count, spec.dim)).numel() // count
-        shard = torch.empty(numel, dtype=value.dtype, device=value.device)
-    placeholder = add_placeholder(graph, placeholder_name, shard)
+    numel = math.prod(padded_shape(spec.size, count, spec.dim)) // count
+    placeholder = add_placeholder(graph, placeholder_name, fake_empty(val(node), [numel], val(node).dtype))
     build = Builder(graph, node)
     rejoined = build.call(UNSHARD, placeholder, str(spec))
     node.replace_all_uses_with(rejoined)
@@ -122,9 +119,7 @@ def _ranks(graph: Graph, edit: ResidencyEdit, like: torch.Tensor) -> dict[str, N
     """One placeholder for each smaller group: this rank in it, `[1]`, int64."""
     found = {}
     for group in dict.fromkeys(group for _, _, group in edit.resharded):
-        with like.fake_mode:  # type: ignore[attr-defined]
-            rank = torch.empty(1, dtype=torch.int64, device=like.device)
-        found[group] = add_placeholder(graph, RANK + group, rank)
+        found[group] = add_placeholder(graph, RANK + group, fake_empty(like, [1], torch.int64))
     return found
 
 

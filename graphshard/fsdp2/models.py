@@ -164,8 +164,9 @@ class ForwardHooks:
         for slot in self._slots:
             slot.place[slot.key] = slot.original
 
-    def find_methods(self) -> None:
-        """Takes over methods that `register_fsdp_forward_method` has wrapped since the last look."""
+    def find_methods(self) -> list[str]:
+        """Takes over the methods that `register_fsdp_forward_method` has wrapped lately; returns their names."""
+        found = []
         for module in unit_modules(self._model):
             for name, value in list(vars(module).items()):
                 function = getattr(value, "__func__", None)
@@ -175,8 +176,10 @@ class ForwardHooks:
                 method = self._make_method(value.__wrapped__, *hooks)
                 slot = _Slot(vars(module), name, value, MethodType(method, module))
                 self._slots.append(slot)
+                found.append(name)
                 if not self._attached:
                     slot.place[slot.key] = slot.replacement
+        return found
 
 
 # The code that every method wrapped by `register_fsdp_forward_method` runs.

@@ -98,12 +98,6 @@ class Unit:
         return flag
 
     @property
-    def all_reduce_grads(self) -> bool:
-        """Of `set_requires_all_reduce`."""
-        flag: bool = self._raw.all_reduce_grads
-        return flag
-
-    @property
     def reduce_unused(self) -> bool:
         """Of `set_reduce_scatter_unused_params`."""
         return bool(getattr(self._raw, "reduce_scatter_unused_params", False))
@@ -112,7 +106,6 @@ class Unit:
     def reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed after forward, if only for shards over a smaller group."""
         reshard: bool = self._raw._reshard_after_forward
-        # Copies are whole already: nothing is gathered, and nothing freed.
         return reshard
 
     @property

@@ -42,6 +42,22 @@ def sequences(index: int, rank: int) -> tuple[Tensor]:
     return (torch.randn(2, 5, DIM, generator=generator(index, rank)),)
 
 
+class Mlp(nn.Module):
+    """A residual block without a norm, to be a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def mlps(count: int = 3) -> Any:
+    """Blocks behind a norm that is the root's own."""
+    return nn.Sequential(nn.LayerNorm(DIM), *(Mlp() for _ in range(count)))
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,20 +21,6 @@ MLPS = 3
 MICROBATCHES = 3
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def mlps() -> Any:
-    """The root owns the norm."""
-    return nn.Sequential(nn.LayerNorm(models.DIM), *(Mlp() for _ in range(MLPS)))
-
-
 def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
     loss: Tensor = model(*models.features(index, run.rank)).square().mean()
     return loss
@@ -95,7 +81,7 @@ def accumulate(run: TrainingRun, pattern: Pattern) -> None:
             fully_shard(mlp, mesh=mesh, reshard_after_forward=pattern.reshard, **policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=pattern.reshard, **policy)
 
-    model = run.shard(mlps(), annotate=annotate)
+    model = run.shard(models.mlps(), annotate=annotate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
         with run.counted("second step") if index else nullcontext():
@@ -158,7 +144,7 @@ def test_hybrid_units_left_unsynchronized_are_reduced_once(run: TrainingRun, pat
 def test_unreduced_and_scattered_gradients_add_up(run: TrainingRun) -> None:
     """First nothing is reduced, then only scattered, then all-reduced: each buffer joins the next."""
     flags = [(False, False), (True, False), (True, False), (True, True)]
-    model: Any = run.shard(mlps(), annotate=shard_each_mlp)
+    model: Any = run.shard(models.mlps(), annotate=shard_each_mlp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
         with run.counted("second step") if index else nullcontext():
@@ -191,7 +177,7 @@ def shard_each_mlp_once(model: nn.Module, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("unshard_first", [False, True])
 @training_test(tolerance=BITWISE)
 def test_parameters_stay_gathered_over_the_microbatches_of_a_pipeline(run: TrainingRun, unshard_first: bool) -> None:
-    model: Any = run.shard(mlps(), annotate=shard_each_mlp_once)
+    model: Any = run.shard(models.mlps(), annotate=shard_each_mlp_once)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
         with run.counted("second step") if index else nullcontext():
@@ -239,7 +225,7 @@ def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
 def accumulated_equals_one_batch(run: TrainingRun, annotate: Any, pattern: str) -> None:
     """The sum of the losses, and the gradients, are those of one backward of all microbatches at once."""
     x = torch.cat([models.features(index, run.rank)[0] for index in range(len(pattern))])
-    model: Any = run.shard(mlps(), annotate=annotate)
+    model: Any = run.shard(models.mlps(), annotate=annotate)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     for _ in range(2):
         whole = sum_of_squares(model, x)

@@ -25,20 +25,6 @@ UNITS = MLPS + 1
 Change = Callable[[Any], object]
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def mlps() -> Any:
-    """The root owns the norm. It stays gathered between forward and backward."""
-    return nn.Sequential(nn.LayerNorm(models.DIM), *(Mlp() for _ in range(MLPS)))
-
-
 def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
     loss: Tensor = model(*models.features(index, run.rank)).square().mean()
     return loss
@@ -106,7 +92,7 @@ def test_gradient_sync_is_switched_for_all_and_for_one(run: TrainingRun) -> None
     def middle(model: Any) -> Any:
         return model[2]
 
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     gathers = 2 * ALL[0]
     steps: list[tuple[Sequence[Change], tuple[int, ...]]] = [
         ([call(SYNC, False), call(SYNC, True)], (gathers, UNITS)),
@@ -122,7 +108,7 @@ def test_gradient_sync_is_switched_for_all_and_for_one(run: TrainingRun) -> None
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
 def test_all_reduce_is_switched_for_all_and_for_one(run: TrainingRun) -> None:
     reduce, gathers = "set_requires_all_reduce", 2 * ALL[0]
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     steps: list[tuple[Sequence[Change], tuple[int, ...]]] = [
         ([call(reduce, False), call(reduce, True)], (gathers, 2 * UNITS, UNITS)),
         ([call(reduce, False, recurse=False), call(reduce, True)], (gathers, 2 * UNITS, 2 * UNITS - 1)),
@@ -136,7 +122,7 @@ def test_all_reduce_is_switched_for_all_and_for_one(run: TrainingRun) -> None:
 @training_test(tolerance=BITWISE)
 def test_reshard_after_forward_is_switched_for_all_and_for_one(run: TrainingRun) -> None:
     reshard = "set_reshard_after_forward"
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     steps: list[tuple[Sequence[Change], tuple[int, ...]]] = [
         ([call(reshard, False)], (UNITS, UNITS)),
         ([call(reshard, True)], (2 * UNITS, UNITS)),  # the root, too
@@ -151,7 +137,7 @@ def test_reshard_after_forward_is_switched_for_all_and_for_one(run: TrainingRun)
 @training_test(tolerance=BITWISE)
 def test_reshard_after_backward_is_switched_for_all_and_for_one(run: TrainingRun) -> None:
     keep = "set_reshard_after_backward"
-    model = run.shard(mlps(), units=[Mlp], reshard_after_forward=False)
+    model = run.shard(models.mlps(), units=[models.Mlp], reshard_after_forward=False)
     steps: list[tuple[Sequence[Change], tuple[int, ...]]] = [
         ([call(keep, False), call(keep, True)], (UNITS, 2 * UNITS)),
         ([call(keep, False, recurse=False), call(keep, True)], (2 * UNITS - 1, 2 * UNITS)),
@@ -165,7 +151,7 @@ def test_reshard_after_backward_is_switched_for_all_and_for_one(run: TrainingRun
 @training_test(tolerance=BITWISE)
 def test_last_backward_is_announced(run: TrainingRun) -> None:
     last = "set_is_last_backward"
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     gathers = 2 * ALL[0]
     steps: list[tuple[Sequence[Change], tuple[int, ...]]] = [
         ([call(last, False), call(last, True)], (gathers, 2 * UNITS)),
@@ -200,7 +186,7 @@ def test_unit_that_backward_does_not_read_is_not_gathered(run: TrainingRun) -> N
 @pytest.mark.row("S15")
 @training_test(tolerance=BITWISE)
 def test_event_after_the_optimizers_step_is_accepted(run: TrainingRun) -> None:
-    model: Any = run.shard(mlps(), units=[Mlp])
+    model: Any = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_post_hook(lambda *_: model.set_post_optim_event(torch.cpu.current_stream().record_event()))
     for index in range(3):
@@ -244,7 +230,7 @@ def test_flags_never_compile_again(run: TrainingRun) -> None:
         lambda model: model[2].unshard(async_op=True),
         lambda model: model.reset_iter_state(),
     ]
-    model: Any = run.shard(mlps(), units=[Mlp])
+    model: Any = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, run, 0).backward()
     graphs, regions = counters["stats"]["unique_graphs"], None if run.is_reference else graphshard.report(model).regions

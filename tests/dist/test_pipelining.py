@@ -200,3 +200,27 @@ def test_stage_stays_unsharded_until_the_schedule_reshards_it(run: TrainingRun, 
         run.observe(torch.stack(losses), module)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.row("P3")
+@training_test()
+def test_weights_wait_for_the_second_half_of_a_backward(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(Layer(), Layer()), units=[Layer])
+    later = None if run.is_reference else graphshard.weight_backward(model)
+    for index in range(2):
+        model.set_requires_gradient_sync(False)
+        x = torch.randn(1, models.DIM, generator=models.generator(index, run.rank)).requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward()
+        run.note(f"step {index}, gradient of the input", x.grad)
+        if later is not None:
+            records = graphshard.report(model).programs
+            assert [p.runs for p in records if p.flags.startswith("inputs")] == [index + 1]
+            assert [p.runs for p in records if p.flags.startswith("weights")] == ([1] if index else [])
+            later()()
+            assert sum(p.runs for p in records if p.flags.startswith("weights")) == index + 1
+        model.set_requires_gradient_sync(True)
+        loss = model(x.detach()).square().mean()  # reduces what was held, in one program
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()

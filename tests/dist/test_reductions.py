@@ -22,20 +22,6 @@ AXES = ("dp_replicate", "dp_shard")
 Change = Callable[[Any], object]
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def mlps() -> Any:
-    """The root owns the norm."""
-    return nn.Sequential(nn.LayerNorm(models.DIM), *(Mlp() for _ in range(2)))
-
-
 def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
     loss: Tensor = model(*models.features(index, run.rank)).float().square().mean()
     return loss
@@ -79,14 +65,14 @@ FACTOR, SUM = "set_gradient_divide_factor", "set_force_sum_reduction_for_comms"
 @training_test(tolerance=BITWISE)
 def test_divide_factor_and_plain_sums_are_switched(run: TrainingRun, reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    model = run.shard(mlps(), units=[Mlp], mp_policy=policy)
+    model = run.shard(models.mlps(2), units=[models.Mlp], mp_policy=policy)
     train(run, model, [each(SUM, True), each(FACTOR, 3.0), one(FACTOR, 5.0), each(FACTOR, 2.0), each(SUM, False)])
 
 
 @pytest.mark.row("S30", "S35")
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
 def test_hybrid_divide_factor_and_plain_sums_are_switched(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(2), units=[models.Mlp])
     train(run, model, [each(SUM, True), each(FACTOR, 3.0), each(FACTOR, 2.0), each(SUM, False), one(SUM, True)])
 
 
@@ -104,7 +90,7 @@ def test_all_reduce_hook_sees_and_changes_each_reduced_buffer(run: TrainingRun) 
         gradient.mul_(2)
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = run.shard(mlps(), units=[Mlp], mp_policy=half)
+    model = run.shard(models.mlps(2), units=[models.Mlp], mp_policy=half)
     train(run, model, [each("set_all_reduce_hook", halve), one("set_all_reduce_hook", double)])
     run.note("calls", seen)
 
@@ -123,7 +109,7 @@ def test_all_reduce_hook_over_the_other_axis(run: TrainingRun, own_axis: bool) -
         for module in [*list(model.children())[1:], model]:
             fully_shard(module, mesh=mesh if own_axis else mesh["dp_shard"])
 
-    model = run.shard(mlps(), annotate=annotate)
+    model = run.shard(models.mlps(2), annotate=annotate)
     train(run, model, [each("set_all_reduce_hook", average), None])
     _, launches = run.counts[-1]
     assert (launches["reduce_scatter"], launches["all_reduce"]) == (3, 6 if own_axis else 3)
@@ -167,7 +153,7 @@ class Scatter(Gather):
 @training_test(tolerance=BITWISE)
 def test_collectives_of_the_users_own_move_every_byte(run: TrainingRun) -> None:
     gather, scatter = Gather(), Scatter()
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(2), units=[models.Mlp])
     train(run, model, [each("set_custom_all_gather", gather), each("set_custom_reduce_scatter", scatter)])
     if run.is_reference:
         assert len([kind for kind, _ in gather.seen if kind == "gather"]) == 10
@@ -180,10 +166,10 @@ def test_collectives_of_the_users_own_move_every_byte(run: TrainingRun) -> None:
 @training_test(tolerance=BITWISE)
 def test_one_unit_has_collectives_of_its_own(run: TrainingRun) -> None:
     gather, scatter = Gather(), Scatter()
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(2), units=[models.Mlp])
     train(run, model, [one("set_custom_all_gather", gather), one("set_custom_reduce_scatter", scatter)])
     sizes = [size for kind, size in gather.seen if kind == "gather"]  # a backward may gather what it reads alone
-    assert max(sizes) == sizes[0] == sum(p.numel() for p in Mlp().parameters()) // 2
+    assert max(sizes) == sizes[0] == sum(p.numel() for p in models.Mlp().parameters()) // 2
     run.note("reduced", [call for call in scatter.seen if call[0] != "allocate"])
 
 
@@ -237,7 +223,7 @@ def test_ranks_may_use_different_parameters_of_a_unit(run: TrainingRun) -> None:
 @pytest.mark.row("S30")
 @training_test(tolerance=BITWISE)
 def test_hints_about_buffers_and_groups_change_no_bit(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(2), units=[models.Mlp])
     hints = [
         lambda model: model.set_reduce_scatter_max_input_buffers(2),
         lambda model: model.set_separate_reduce_scatter_group(True),
@@ -253,5 +239,5 @@ def test_roots_that_share_their_streams(run: TrainingRun) -> None:
         roots = [fully_shard(child, mesh=mesh) for child in model.children()]
         share_comm_ctx(roots)
 
-    model = run.shard(nn.Sequential(*(Mlp() for _ in range(3))), annotate=annotate)
+    model = run.shard(nn.Sequential(*(models.Mlp() for _ in range(3))), annotate=annotate)
     train(run, model, [None, None])

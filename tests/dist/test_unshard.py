@@ -18,20 +18,6 @@ BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 UNITS = 4
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def mlps() -> Any:
-    """The root owns the norm."""
-    return nn.Sequential(nn.LayerNorm(models.DIM), *(Mlp() for _ in range(UNITS - 1)))
-
-
 def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
     loss: Tensor = model(*models.features(index, run.rank)).float().square().mean()
     return loss
@@ -63,7 +49,7 @@ def check_counts(run: TrainingRun, *, all_gather: int, reduce_scatter: int = UNI
 )
 @training_test(tolerance=BITWISE)
 def test_unshard_registers_whole_parameters_and_forward_uses_them(run: TrainingRun, async_op: bool) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(3):
         with run.counted(f"unshard {index}"):
@@ -90,7 +76,7 @@ def test_unshard_registers_whole_parameters_and_forward_uses_them(run: TrainingR
 @pytest.mark.row("S31")
 @training_test(tolerance=BITWISE)
 def test_forward_waits_for_what_unshard_launched(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(3):
         with run.counted(f"step {index}") if index else nullcontext():
@@ -109,7 +95,7 @@ def test_forward_waits_for_what_unshard_launched(run: TrainingRun) -> None:
 @pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(param_dtype=torch.bfloat16)], ids=["f32", "bf16"])
 @training_test(tolerance=BITWISE)
 def test_reshard_frees_what_unshard_gathered(run: TrainingRun, policy: MixedPrecisionPolicy | None) -> None:
-    model = run.shard(mlps(), units=[Mlp], **({"mp_policy": policy} if policy else {}))
+    model = run.shard(models.mlps(), units=[models.Mlp], **({"mp_policy": policy} if policy else {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         for unit in units_of(model):
@@ -133,7 +119,7 @@ def test_reshard_frees_what_unshard_gathered(run: TrainingRun, policy: MixedPrec
 @pytest.mark.row("S31", "P4")
 @training_test(tolerance=BITWISE)
 def test_parameters_are_unsharded_between_forward_and_backward(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         with run.counted(f"step {index}") if index else nullcontext():
@@ -158,7 +144,7 @@ def shard_each(model: nn.Module, mesh: DeviceMesh) -> None:
 @training_test(tolerance=BITWISE)
 def test_forwards_between_unshard_and_reshard_gather_nothing(run: TrainingRun) -> None:
     """A pipeline's order: unshard, forwards, reshard; then the backwards gather for themselves."""
-    model = run.shard(mlps(), annotate=shard_each)
+    model = run.shard(models.mlps(), annotate=shard_each)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(2):
         for unit in units_of(model):
@@ -183,7 +169,7 @@ def test_forwards_between_unshard_and_reshard_gather_nothing(run: TrainingRun) -
 @pytest.mark.row("S21")
 @training_test(tolerance=BITWISE)
 def test_reset_forgets_an_abandoned_forward(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         loss_of(model, run, 100 + index)
@@ -205,7 +191,7 @@ def test_reset_forgets_an_abandoned_forward(run: TrainingRun) -> None:
 @pytest.mark.row("S21")
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("dp_replicate", "dp_shard"), tolerance=BITWISE)
 def test_reset_forgets_scattered_gradients_that_were_not_all_reduced(run: TrainingRun) -> None:
-    model = run.shard(mlps(), units=[Mlp])
+    model = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(2):
         model.set_requires_all_reduce(False)

@@ -152,3 +152,42 @@ def test_parameters_frozen_before_backward_get_no_gradient(run: TrainingRun) -> 
         run.observe(loss, model)
         model.zero_grad()
         model.requires_grad_(True)
+
+
+@training_test()
+def test_no_forward_takes_parameters_from_before_the_optimizer(run: TrainingRun) -> None:
+    """Eager FSDP2 needs `reshard()` for it."""
+    model = run.shard(models.Decoder(layers=2), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index in range(3):
+        loss = loss_of(model, run, index)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.is_reference:
+            for unit in (*model.layers, model):
+                unit.reshard()
+        run.note(f"loss {index}", loss)
+
+
+@training_test(backends=("aot_eager",))
+def test_unit_split_by_a_graph_break_is_named(run: TrainingRun) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            out: Tensor = self.second(x)
+            return out
+
+    model = run.shard(Broken())
+    loss = model(*models.features(0, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+    if not run.is_reference:
+        (note,) = graphshard.report(model).notes
+        assert "unit 'root' is used in parts" in note and note in str(graphshard.report(model))

@@ -257,3 +257,12 @@ def test_order_permutes_any_program_without_changing_it(marked: Marked) -> None:
     for before, after in zip(*results, strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     driver.lower(marked.gm, marked.ctx, "random")  # with every check of the driver
+
+
+def test_order_keeps_as_many_reduce_scatters_in_flight_as_fsdp2_is_told() -> None:
+    units = (("blocks.0", UnitSettings(scatter_buffers=2)),)
+    found = events(ordered(toy_backward(toy_weights(3)).flagged(units=units)))
+    assert [event for event in found if "reduce" in event] == [
+        *("+reduce:root", "+reduce:blocks.2", "-reduce:root", "+reduce:blocks.1"),
+        *("-reduce:blocks.2", "+reduce:blocks.0", "-reduce:blocks.1", "-reduce:blocks.0"),
+    ]
