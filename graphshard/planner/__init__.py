@@ -1,0 +1,31 @@
+"""Plans one program on paper: a problem of numbers in, a schedule of buckets, launches and waits out."""
+
+from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
+from graphshard.planner.bound import lower_bound_us
+from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
+from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
+from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
+from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
+
+__all__ = [
+    "Action",
+    "Bucket",
+    "BudgetTooSmall",
+    "Choice",
+    "Event",
+    "Exposure",
+    "Gather",
+    "OwnCollective",
+    "Problem",
+    "Reduction",
+    "Schedule",
+    "Simulation",
+    "Transfer",
+    "best_schedule",
+    "check_schedule",
+    "fixed_size_schedule",
+    "fsdp2_schedule",
+    "lower_bound_us",
+    "per_parameter_schedule",
+    "simulate",
+]

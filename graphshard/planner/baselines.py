@@ -1,0 +1,104 @@
+"""Schedules that are no search: FSDP2's, one collective per parameter, and buckets of a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphshard.planner.problem import Problem
+from graphshard.planner.schedule import Action, Bucket, Schedule
+
+FIXED_BYTES = 500_000_000
+
+
+def fsdp2_schedule(problem: Problem) -> Schedule:
+    """One bucket per unit; the next gather is launched when one has arrived; one reduction is in flight.
+
+    Source: FSDP2's implicit prefetch in forward and backward, and its one reduce-scatter input buffer.
+    """
+    gathers = _grouped([(g.unit, g.key) for g in problem.gathers])
+    reductions = _grouped([(r.unit, r.key) for r in problem.reductions])
+    return _placed(problem, gathers, reductions)
+
+
+def per_parameter_schedule(problem: Problem) -> Schedule:
+    """One collective per parameter, each launched where it is awaited."""
+    buckets = [Bucket("gather", (i,)) for i in range(len(problem.gathers))]
+    buckets += [Bucket("reduce", (i,)) for i in range(len(problem.reductions))]
+    actions = []
+    for number, bucket in enumerate(buckets):
+        if bucket.kind == "gather":
+            at = problem.gathers[bucket.members[0]].first_use
+            actions += [Action(at, "launch", number), Action(at, "wait", number)]
+        else:
+            reduction = problem.reductions[bucket.members[0]]
+            actions += [Action(reduction.ready, "launch", number), Action(reduction.ready, "wait", number)]
+            if reduction.then is not None:
+                actions.append(Action(reduction.ready, "finish", number))
+    return in_launch_order(Schedule(tuple(buckets), tuple(sorted(actions, key=lambda action: action.before))))
+
+
+def fixed_size_schedule(problem: Problem, bucket_bytes: int = FIXED_BYTES) -> Schedule:
+    """Buckets filled in order up to `bucket_bytes`, launched as in FSDP2."""
+    gathers = _filled([(g.key, g.wire_bytes) for g in problem.gathers], bucket_bytes)
+    reductions = _filled([(r.key, r.wire_bytes) for r in problem.reductions], bucket_bytes)
+    return _placed(problem, gathers, reductions)
+
+
+def _grouped(names: Sequence[tuple[str, int]]) -> list[tuple[int, ...]]:
+    groups: dict[tuple[str, int], list[int]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault(name, []).append(i)
+    return [tuple(members) for members in groups.values()]
+
+
+def _filled(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[tuple[int, ...]]:
+    done: list[tuple[int, ...]] = []
+    filling: dict[int, tuple[list[int], int]] = {}
+    for i, (key, num_bytes) in enumerate(sizes):
+        members, filled = filling.get(key, ([], 0))
+        if members and filled + num_bytes > bucket_bytes:
+            done.append(tuple(members))
+            members, filled = [], 0
+        filling[key] = ([*members, i], filled + num_bytes)
+    return done + [tuple(members) for members, _ in filling.values()]
+
+
+def _placed(problem: Problem, gathers: list[tuple[int, ...]], reductions: list[tuple[int, ...]]) -> Schedule:
+    end = len(problem.ops)
+    gathers = sorted(gathers, key=lambda members: min(problem.gathers[i].first_use for i in members))
+    reductions = sorted(reductions, key=lambda members: max(problem.reductions[i].ready for i in members))
+    buckets = [Bucket("gather", members) for members in gathers]
+    buckets += [Bucket("reduce", members) for members in reductions]
+    # In order, at one position: reductions, gathers, what waits for the end.
+    placed: list[tuple[int, int, int, Action]] = []
+
+    def place(turn: int, action: Action) -> None:
+        placed.append((action.before, turn, len(placed), action))
+
+    at = 0
+    for number, members in enumerate(gathers):
+        place(1, Action(max(at, *(problem.gathers[i].ready for i in members)), "launch", number))
+        at = min(problem.gathers[i].first_use for i in members)
+        place(1, Action(at, "wait", number))
+    previous = -1
+    for number, members in enumerate(reductions, start=len(gathers)):
+        ready = max(problem.reductions[i].ready for i in members)
+        if previous >= 0:
+            place(0, Action(ready, "wait", previous))
+        place(0, Action(ready, "launch", number))
+        previous = number
+    if previous >= 0:
+        place(2, Action(end, "wait", previous))
+    for number, members in enumerate(reductions, start=len(gathers)):
+        if problem.reductions[members[0]].then is not None:
+            place(2, Action(end, "finish", number))
+    placed.sort(key=lambda entry: entry[:3])
+    return in_launch_order(Schedule(tuple(buckets), tuple(action for *_, action in placed)))
+
+
+def in_launch_order(schedule: Schedule) -> Schedule:
+    """The same, its buckets numbered in order of their launches."""
+    order = [action.bucket for action in schedule.actions if action.step == "launch"]
+    number_of = {old: new for new, old in enumerate(order)}
+    actions = tuple(action._replace(bucket=number_of[action.bucket]) for action in schedule.actions)
+    return Schedule(tuple(schedule.buckets[old] for old in order), actions)

@@ -1,0 +1,184 @@
+"""What a planner decides about: the computation of one program, and what it has to gather and to reduce.
+
+All of it is numbers and names: the same on every rank, and free of graphs. Time is in microseconds, memory in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How long collectives of one kind take on one process group.
+
+    Attributes:
+        stream: of the group; collectives on one stream run one after the other, in the order of their launches.
+        rates: (latency in us, us per byte) of each protocol; the fastest is taken.
+    """
+
+    stream: int
+    rates: tuple[tuple[float, float], ...]
+
+    def us(self, num_bytes: int) -> float:
+        """Time of one collective whose full tensor has `num_bytes`."""
+        return min(alpha_us + num_bytes * us_per_byte for alpha_us, us_per_byte in self.rates)
+
+    @property
+    def alpha_us(self) -> float:
+        """The least latency."""
+        return min(alpha_us for alpha_us, _ in self.rates)
+
+    @property
+    def us_per_byte(self) -> float:
+        """The least time of a byte."""
+        return min(us_per_byte for _, us_per_byte in self.rates)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One parameter that the program gathers.
+
+    Attributes:
+        fqn: of the parameter.
+        unit: name of its unit.
+        key: gathers of one key may share a bucket.
+        transfer: of its all-gather.
+        wire_bytes: of the gathered tensor as it is sent, padded.
+        full_bytes: of what is copied out of a bucket.
+        first_use: the op before which it must have arrived.
+        last_use: the op behind which it is free; the number of ops: never.
+        ready: the first op before which it can be launched.
+        copy_in_us, copy_out_us: in a bucket with others.
+        alone_in_us, alone_out_us: in a bucket of its own.
+        alone_out_bytes: of what is copied out of a bucket of its own; 0: nothing is.
+        shard_bytes: of this rank's part as it is sent, where a copy is made for it.
+    """
+
+    fqn: str
+    unit: str
+    key: int
+    transfer: Transfer
+    wire_bytes: int
+    full_bytes: int
+    first_use: int
+    last_use: int
+    ready: int = 0
+    copy_in_us: float = 0.0
+    copy_out_us: float = 0.0
+    alone_in_us: float = 0.0
+    alone_out_us: float = 0.0
+    alone_out_bytes: int = 0
+    shard_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One gradient that the program reduces.
+
+    Attributes:
+        fqn, unit, key: as of a gather.
+        transfer: of its reduce-scatter, or of its all-reduce where nothing is sharded.
+        then: of the all-reduce over copies of the shards that follows, None for none.
+        wire_bytes: of the full gradient as it is sent.
+        grad_bytes: of the full gradient as it is computed; it is free when it has been copied into a bucket.
+        shard_bytes: of the result.
+        ready: the first op before which it can be launched.
+        copy_in_us, copy_out_us: in a bucket with others.
+        alone_in_us, alone_out_us: in a bucket of its own; `alone_in_us` 0: the gradient itself is sent.
+    """
+
+    fqn: str
+    unit: str
+    key: int
+    transfer: Transfer
+    wire_bytes: int
+    grad_bytes: int
+    shard_bytes: int
+    ready: int
+    then: Transfer | None = None
+    copy_in_us: float = 0.0
+    copy_out_us: float = 0.0
+    alone_in_us: float = 0.0
+    alone_out_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class OwnCollective:
+    """A collective of the model itself, such as those of tensor parallelism: it stays where it is.
+
+    Attributes:
+        name: of its launch.
+        stream: of its process group.
+        us: its time.
+        launch, wait: the ops before which it is launched and awaited.
+    """
+
+    name: str
+    stream: int
+    us: float
+    launch: int
+    wait: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One program to plan.
+
+    Attributes:
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``.
+        ops: names of nodes: a position is an index here, and means: before this node. The end is `len(ops)`.
+        op_us: time of each op, up to the next.
+        op_bytes: what is allocated while it runs, without gathered parameters, gradients and buffers of collectives.
+        gathers: in order of first use.
+        reductions: in order of readiness.
+        own: the model's own collectives, in order of launch.
+        streams: name of the process group of each stream.
+        contention: computation runs at the rate 1 / (1 + contention) while a collective is under way.
+        launch_us: time that the computation loses to each launch.
+    """
+
+    direction: str
+    ops: tuple[str, ...]
+    op_us: tuple[float, ...]
+    op_bytes: tuple[int, ...]
+    gathers: tuple[Gather, ...]
+    reductions: tuple[Reduction, ...]
+    own: tuple[OwnCollective, ...] = ()
+    streams: tuple[str, ...] = ("",)
+    contention: float = 0.0
+    launch_us: float = 0.0
+
+    @cached_property
+    def elapsed_us(self) -> tuple[float, ...]:
+        """Time of the computation up to each position: one more entry than there are ops."""
+        return (0.0, *accumulate(self.op_us))
+
+    @property
+    def compute_us(self) -> float:
+        """Time of all computation, without copies."""
+        return self.elapsed_us[-1]
+
+
+def copy_in_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+    """Time of the copy into a bucket."""
+    return members[0].alone_in_us if len(members) == 1 else sum(member.copy_in_us for member in members)
+
+
+def copy_out_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+    """Time of the copy out of a bucket."""
+    return members[0].alone_out_us if len(members) == 1 else sum(member.copy_out_us for member in members)
+
+
+def transfer_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+    """Time of a bucket's collective."""
+    return members[0].transfer.us(sum(member.wire_bytes for member in members))
+
+
+def then_us(members: Sequence[Reduction]) -> float:
+    """Time of the all-reduce that follows a bucket's reduce-scatter."""
+    then = members[0].then
+    return 0.0 if then is None else then.us(sum(member.shard_bytes for member in members))

@@ -1,0 +1,100 @@
+"""What a planner decides: which collectives become one, and when each is launched and awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from graphshard.planner.problem import Gather, Problem, Reduction
+
+Step = Literal["launch", "wait", "finish"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gathers, or reductions, that become one collective.
+
+    Attributes:
+        kind: which of the two.
+        members: indices into `Problem.gathers` or `Problem.reductions`, in order.
+    """
+
+    kind: Literal["gather", "reduce"]
+    members: tuple[int, ...]
+
+
+class Action(NamedTuple):
+    """One step of a bucket.
+
+    Attributes:
+        before: the position at which it happens; several at one position happen in the order of the schedule.
+        step: ``"launch"``: copy-in and launch. ``"wait"``: wait and copy-out, or, where a reduce-scatter is followed
+            by an all-reduce, wait and launch of that. ``"finish"``: wait and copy-out of that all-reduce.
+        bucket: index into the schedule's buckets.
+    """
+
+    before: int
+    step: Step
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Buckets, and everything that happens to them in program order.
+
+    Attributes:
+        buckets: in order of launch.
+        actions: in program order.
+    """
+
+    buckets: tuple[Bucket, ...]
+    actions: tuple[Action, ...]
+
+    def members(self, problem: Problem, bucket: int) -> Sequence[Gather] | Sequence[Reduction]:
+        """The members of a bucket."""
+        found = self.buckets[bucket]
+        if found.kind == "gather":
+            return [problem.gathers[i] for i in found.members]
+        return [problem.reductions[i] for i in found.members]
+
+
+def check_schedule(problem: Problem, schedule: Schedule) -> None:
+    """Raises:
+    ValueError: if `schedule` is none for `problem`; it says which bucket, and why.
+    """
+    for error in _errors(problem, schedule):
+        raise ValueError(f"schedule: {error}")
+
+
+def _errors(problem: Problem, schedule: Schedule) -> Iterator[str]:
+    for kind, count in (("gather", len(problem.gathers)), ("reduce", len(problem.reductions))):
+        found = sorted(i for bucket in schedule.buckets if bucket.kind == kind for i in bucket.members)
+        if found != list(range(count)):
+            yield f"want each of {count} members of kind {kind} in one bucket, got {found}"
+            return
+    place: dict[tuple[int, Step], int] = {}
+    for i, action in enumerate(schedule.actions):
+        if (action.bucket, action.step) in place:
+            yield f"bucket {action.bucket}: two of step {action.step}"
+        place[action.bucket, action.step] = i
+        if not 0 <= action.before <= len(problem.ops) or (i and action.before < schedule.actions[i - 1].before):
+            yield f"bucket {action.bucket}: {action.step} at position {action.before}, out of order"
+    for number, bucket in enumerate(schedule.buckets):
+        members = schedule.members(problem, number)
+        if len({member.key for member in members}) != 1:
+            yield f"bucket {number}: members of several keys"
+        steps: list[Step] = ["launch", "wait"]
+        if isinstance(members[0], Reduction) and members[0].then is not None:
+            steps.append("finish")
+        places = [place.get((number, step), -1) for step in steps]
+        if -1 in places or places != sorted(places):
+            yield f"bucket {number}: want {', '.join(steps)}, in this order"
+            return
+        launch, wait = (schedule.actions[i].before for i in places[:2])
+        if launch < max(member.ready for member in members):
+            yield f"bucket {number}: launched at {launch}, before its members are ready"
+        if bucket.kind == "gather" and wait > min(problem.gathers[i].first_use for i in bucket.members):
+            yield f"bucket {number}: awaited at {wait}, behind the first use of a member"
+    if len(place) != sum(1 for _ in schedule.actions) or any(n >= len(schedule.buckets) for n, _ in place):
+        yield "actions of a bucket that is not there"
