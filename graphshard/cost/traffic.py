@@ -35,6 +35,7 @@ _FREE = frozenset(
     }
 )
 _VIEWS = frozenset({operator.getitem, aten.reshape.default, aten._unsafe_view.default, aten.lift_fresh.default})  # noqa: SLF001
+_CAST = torch.ops.prims.convert_element_type.default
 # Of their first tensor they read what they yield, not all of it.
 _GATHERS = frozenset(
     {aten.embedding, aten.index, aten.index_select, aten.gather, aten.slice_copy, aten.select_copy, aten.take}
@@ -47,7 +48,11 @@ def is_view(node: Node) -> bool:
         return False
     schema = getattr(node.target, "_schema", None)
     infos = [result.alias_info for result in schema.returns] if schema else []
-    return node.target in _VIEWS or any(alias is not None and not alias.is_write for alias in infos)
+    if node.target in _VIEWS or any(alias is not None and not alias.is_write for alias in infos):
+        return True
+    # A cast to the dtype that is there already: Inductor drops it.
+    source = node.args[0] if node.target is _CAST else None
+    return isinstance(source, Node) and source.meta["val"].dtype == node.meta["val"].dtype
 
 
 def is_free(node: Node) -> bool:
