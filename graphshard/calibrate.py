@@ -26,7 +26,7 @@ import torch.distributed as dist
 from graphshard.cost.hardware import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_text
 from graphshard.cost.measure import Samples, attention_share, kernel_us, matmul_tflops, memory_gb_s
-from graphshard.cost.measure_collectives import KINDS, collective_runs, contention, fit_alpha_beta
+from graphshard.cost.measure_collectives import MEASURED_KINDS, collective_runs, contention, fit_alpha_beta
 from graphshard.cost.rates import Hardware, Protocol
 from graphshard.cost.topology import GroupShape
 
@@ -121,14 +121,14 @@ def _collectives(samples: Samples, base: Hardware, group: Any, quick: bool) -> d
     is_gpu = samples.device.type == "cuda"
     exponents = (16, 20, 24, 28) if is_gpu else (12, 16, 20, 22) if quick else (12, 16, 20, 22, 24)
     sizes = [2**exponent for exponent in exponents]
-    fits = {kind: fit_alpha_beta(collective_runs(samples, kind, sizes, group)) for kind in KINDS}
+    fits = {kind: fit_alpha_beta(collective_runs(samples, kind, sizes, group)) for kind in MEASURED_KINDS}
     ranks, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = GroupShape(ranks, -(-ranks // per_node))
-    moved = {kind: (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks for kind in KINDS}
+    moved = {kind: (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks for kind in MEASURED_KINDS}
     reached = {kind: moved[kind] / beta / 1e3 for kind, (_, beta) in fits.items()}
     best = max(reached.values())
     steps = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    alpha_us = sum(fits[kind][0] / steps[kind] for kind in KINDS) / len(KINDS)
+    alpha_us = sum(fits[kind][0] / steps[kind] for kind in MEASURED_KINDS) / len(MEASURED_KINDS)
     protocol = _protocol(base.protocols[-1], shape, alpha_us)
     found: dict[str, Any] = {
         "protocols": (protocol,),

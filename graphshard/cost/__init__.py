@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graphshard.cost.collectives import CollectiveKind, collective_alpha_beta, collective_us
+from graphshard.cost.collectives import collective_alpha_beta, collective_us
 from graphshard.cost.compute import node_flops, node_us
 from graphshard.cost.hardware import HARDWARE, find_hardware
 from graphshard.cost.model import CostModel
-from graphshard.cost.rates import Hardware, Protocol
+from graphshard.cost.rates import CollectiveKind, Hardware, Protocol
 from graphshard.cost.topology import GroupShape, group_shape
 
 __all__ = [

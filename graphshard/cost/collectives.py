@@ -21,13 +21,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
-from graphshard.cost.rates import Hardware, Protocol
+from graphshard.cost.rates import KINDS, CollectiveKind, Hardware, Protocol
 from graphshard.cost.topology import GroupShape
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 _TREE_SHARE = 0.92
 _PAT_SHARE, _PAT_BASE_US, _PAT_RANK_US, _PAT_SPEEDUP = 0.75, 8.0, 2.8, 3.5

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard.cost.collectives import CollectiveKind
 from graphshard.cost.measure import Samples
+from graphshard.cost.rates import CollectiveKind
 
 _c10d = torch.ops._c10d_functional
-KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+MEASURED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def collective_runs(

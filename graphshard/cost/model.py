@@ -7,10 +7,10 @@ import json
 
 from torch.fx import Node
 
-from graphshard.cost.collectives import CollectiveKind, collective_alpha_beta, collective_us
+from graphshard.cost.collectives import collective_alpha_beta, collective_us
 from graphshard.cost.compute import node_us
 from graphshard.cost.hardware_file import hardware_fields
-from graphshard.cost.rates import Hardware
+from graphshard.cost.rates import CollectiveKind, Hardware
 from graphshard.cost.topology import GroupShape
 
 # To be raised with every change of a formula: plans made with another version are not comparable.

@@ -10,6 +10,9 @@ from typing import Literal
 Algorithm = Literal["ring", "tree", "pat"]
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "pat")
 
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
 # No machine is outside of these; within them every cost of a tensor that fits into memory is finite and above 0.
 _MIN_RATE, _MAX_RATE = 1e-6, 1e9
 _MAX_US = 1e9
@@ -95,6 +98,8 @@ class Hardware:
             _check(f"matmul_tflops.{dtype}", rate, _MIN_RATE, _MAX_RATE)
         for name in ("memory_gb_s", "link_gb_s", "nic_gb_s", "network_gb_s"):
             _check(name, getattr(self, name), _MIN_RATE, _MAX_RATE)
+        if unknown := sorted(set(self.kind_share) - set(KINDS)):
+            raise ValueError(f"kind_share: got unknown {', '.join(map(str, unknown))}, want some of {', '.join(KINDS)}")
         for kind, share in self.kind_share.items():
             _check(f"kind_share.{kind}", share, _MIN_RATE, 1.0)
         _check("attention_share", self.attention_share, _MIN_RATE, 1.0)
