@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def machine(device: torch.device) -> dict[str, object]:
     """What was measured, in words, and with which versions."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
@@ -79,6 +78,13 @@ def machine(device: torch.device) -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _row_of(device: torch.device) -> str:
@@ -99,7 +105,7 @@ def _measured(samples: Samples, base: Hardware, quick: bool, distributed: bool) 
     width, copied, tokens = (8192, 2**30, 4096) if is_gpu else (512, 2**25, 512) if quick else (1024, 2**27, 1024)
     rates = matmul_tflops(samples, width)
     values: dict[str, Any] = {
-        "name": f"{base.name}-calibrated",
+        "name": base.name.removesuffix("-calibrated") + "-calibrated",
         "matmul_tflops": dict(base.matmul_tflops) | rates,
         "attention_share": attention_share(samples, tokens, rates),
         "memory_gb_s": memory_gb_s(samples, copied),
