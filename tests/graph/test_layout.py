@@ -32,6 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
+    ("calibrate",),
+    ("cost",),
     ("fsdp2", "compat", "env", "errors", "settings", "planner"),
 )
 
