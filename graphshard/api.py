@@ -18,11 +18,11 @@ from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
 from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
+from graphshard.planning import PLANS, make_planning
 from graphshard.report import Report
 from graphshard.units import resolve_units
 
 REGIONS = ("model", "unit")
-PLANS = ("fsdp2",)
 STRATEGIES = ("fully_shard", "replicate")
 
 
@@ -41,7 +41,9 @@ def compile(
     regions: str = "model",
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    plan: str = "fsdp2",
+    plan: str = "auto",
+    memory_budget: int | float | None = None,
+    hardware: str | None = None,
     strict: bool = False,
 ) -> nn.Module:
     """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
@@ -67,7 +69,12 @@ def compile(
             compiled code.
         fullgraph: makes a graph break an error of Dynamo's.
         dynamic: as for `torch.compile`.
-        plan: ``"fsdp2"``: buckets of one unit in FSDP2's order, prefetched one unit ahead.
+        plan: ``"auto"``: buckets and their places are chosen by simulation; ``"fsdp2"``: one bucket per unit in FSDP2's
+            order, prefetched one unit ahead.
+        memory_budget: most that one program may allocate, its arguments included: bytes, or, as a float, a share in
+            (0, 1] of a rank's memory; None: as much as FSDP2's plan would.
+        hardware: that plans are made for: a name of the hardware table, or the path of a file that
+            ``python -m graphshard.calibrate`` wrote; None: that of the device.
         strict: makes an error of what would run in eager FSDP2 with a warning.
 
     Returns:
@@ -96,6 +103,8 @@ def compile(
         raise RuntimeError(
             "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
         )
+    kind = mesh.device_type if mesh is not None else "cpu"
+    planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor")
     options = Options(backend, regions, fullgraph, dynamic, strict)
     sharding = {
         "units": units,
@@ -115,7 +124,7 @@ def compile(
         if callable(shard_placement_fn) and strategy == "fully_shard":
             _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
         _annotate(model, strategy, mesh, sharding)
-    model.__dict__[capture.ENGINE] = Engine(model, options)
+    model.__dict__[capture.ENGINE] = Engine(model, options, planning)
     return model
 
 

@@ -49,7 +49,8 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Callable[[], Engine | None] = weakref.ref(engine)
-        self.key = f"graphshard-{source_digest()}"
+        planning = engine.planning
+        self.key = f"graphshard-{source_digest()}-{planning.fingerprint if planning else 'fsdp2'}"
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any

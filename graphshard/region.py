@@ -35,6 +35,7 @@ from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGr
 from graphshard.markers import padded_shape
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
+from graphshard.planning import Planning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
@@ -49,6 +50,7 @@ class Engine(Protocol):
 
     name: str
     report: Report
+    planning: Planning | None
     shard_at: dict[int, Shard]
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
@@ -176,7 +178,8 @@ class Region:
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags), title)
+        planning = self.engine.planning
+        lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags, planning), title)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
@@ -195,6 +198,7 @@ class Region:
             compile_s,
             ir=format_graph(lowered.gm.graph),
             code=generated_code(run),
+            decision=None if planning is None else planning.take(),
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)

@@ -8,6 +8,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
+from graphshard.plan import Decision
+
 log = logging.getLogger("graphshard")
 
 
@@ -25,6 +27,7 @@ class ProgramRecord:
         compile_s: seconds in the compiler behind them.
         ir: the lowered graph, one line per node.
         code: what the compiler made of it, if it keeps its source.
+        decision: what was planned for it, if anything was.
     """
 
     region: int
@@ -36,6 +39,7 @@ class ProgramRecord:
     runs: int = 0
     ir: str = field(default="", repr=False)
     code: str | None = field(default=None, repr=False)
+    decision: Decision | None = field(default=None, repr=False)
 
 
 @dataclass

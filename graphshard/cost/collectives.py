@@ -60,9 +60,7 @@ def collective_alpha_beta(hardware: Hardware, kind: CollectiveKind, group: Group
     return min(alpha for alpha, _ in choices), min(us_per_byte for _, us_per_byte in choices)
 
 
-def collective_rates(
-    hardware: Hardware, kind: CollectiveKind, group: GroupShape
-) -> tuple[tuple[float, float], ...]:
+def collective_rates(hardware: Hardware, kind: CollectiveKind, group: GroupShape) -> tuple[tuple[float, float], ...]:
     """(Alpha, microseconds per byte) of every algorithm and protocol that is the fastest for some size."""
     best: list[tuple[float, float]] = []
     for alpha_us, us_per_byte in sorted(set(_choices(hardware, kind, group))):

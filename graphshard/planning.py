@@ -1,0 +1,148 @@
+"""Plans the programs of one model: reads the problem off a marked graph, chooses a schedule, keeps what was decided."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph
+
+from graphshard.compat import resolve_process_group
+from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
+from graphshard.extraction import Scene, extract_problem
+from graphshard.ir import PassContext
+from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
+from graphshard.planner import (
+    Choice,
+    Problem,
+    Schedule,
+    best_schedule,
+    fsdp2_schedule,
+    lower_bound_us,
+    simulate,
+)
+
+
+@dataclass
+class Planning:
+    """Plans every program of one model.
+
+    Attributes:
+        scene: machine and process groups.
+        mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
+        budget_bytes: most that a program may allocate; None: what FSDP2's schedule of it does.
+    """
+
+    scene: Scene
+    mode: str = "auto"
+    budget_bytes: int | None = None
+    _latest: Decision | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name of all that shapes a plan besides the graph."""
+        return f"{self.mode}-{self.budget_bytes}-{self.scene.cost.fingerprint}"
+
+    def take(self) -> Decision | None:
+        """What was decided since the last call."""
+        latest, self._latest = self._latest, None
+        return latest
+
+    def __call__(self, graph: Graph, ctx: PassContext) -> ProgramPlan | None:
+        """The plan of one marked graph; None: there is nothing to plan, or users have chosen what is prefetched.
+
+        Raises:
+            BudgetTooSmall: no plan fits the budget.
+        """
+        if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
+            return None
+        problem = extract_problem(graph, ctx, self.scene)
+        if not problem.gathers and not problem.reductions:
+            return None
+        if self.mode == "fsdp2":
+            schedule = fsdp2_schedule(problem)
+            simulation = simulate(problem, schedule)
+            choice = Choice(schedule, simulation, lower_bound_us(problem), "fsdp2", ())
+            budget_bytes = simulation.peak_bytes
+        else:
+            choice = best_schedule(problem, self.budget_bytes)
+            budget_bytes = self.budget_bytes or next(peak for name, _, peak in choice.rivals if name == "fsdp2")
+        plan = named_plan(problem, choice.schedule)
+        self._latest = Decision(problem, choice, plan, budget_bytes)
+        return plan if self.mode == "auto" else None
+
+
+def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
+    """A schedule in names: buckets by the units that they are of, members by FQN, positions by node."""
+    names: Counter[str] = Counter()
+    buckets = []
+    for number, bucket in enumerate(schedule.buckets):
+        members = schedule.members(problem, number)
+        units = list(dict.fromkeys(member.unit or "root" for member in members))
+        name = f"{bucket.kind}:{units[0]}" + (f"..{units[-1]}" if len(units) > 1 else "")
+        names[name] += 1
+        suffix = f"#{names[name]}" if names[name] > 1 else ""
+        buckets.append(PlannedBucket(name + suffix, bucket.kind, tuple(member.fqn for member in members)))
+    ends = (*problem.ops, END)
+    steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.actions)
+    return ProgramPlan(tuple(buckets), tuple(steps))
+
+
+PLANS = ("auto", "fsdp2")
+_ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+
+
+def make_planning(
+    plan: str, memory_budget: int | float | None, hardware: str | None, device_type: str, fused: bool
+) -> Planning:
+    """What `graphshard.compile` plans with.
+
+    Args:
+        plan: one of `PLANS`.
+        memory_budget: most that a program may allocate: bytes, or a share, in (0, 1], of a rank's memory.
+        hardware: name of a row of the hardware table, or path of a calibration; None: found by the device.
+        device_type: that the model runs on.
+        fused: whether Inductor compiles the programs.
+
+    Raises:
+        TypeError: `memory_budget` is no number.
+        ValueError: an argument is not one of those above.
+    """
+    machine = find_hardware(hardware or detect_hardware(device_type))
+    budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
+    return Planning(Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node)), plan, budget_bytes)
+
+
+def detect_hardware(device_type: str) -> str:
+    """The row of the hardware table for the device that this process runs on: ``"h100"`` for one that it lacks."""
+    if device_type == "cpu":
+        return "cpu-gloo"
+    name = torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else ""
+    return next((row for part, row in _ACCELERATORS.items() if part in name), "h100")
+
+
+def _budget_bytes(memory_budget: int | float, memory_bytes: int) -> int:
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, (int, float)):
+        raise TypeError(f"compile: memory_budget: got {memory_budget!r:.80}, want bytes, a share of memory or None")
+    if isinstance(memory_budget, float) and 0.0 < memory_budget <= 1.0:
+        return int(memory_budget * memory_bytes)
+    if not math.isfinite(memory_budget) or memory_budget < 1 or memory_budget != int(memory_budget):
+        raise ValueError(
+            f"compile: memory_budget: got {memory_budget}, want bytes, as an int, or a share in (0, 1] of a rank's "
+            "memory, as a float"
+        )
+    return int(memory_budget)
+
+
+def _group_shape(ranks_per_node: int) -> Callable[[str], GroupShape]:
+    @cache
+    def shape(name: str) -> GroupShape:
+        ranks = dist.get_process_group_ranks(resolve_process_group(name))
+        return group_shape(ranks, ranks_per_node)
+
+    return shape
