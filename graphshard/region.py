@@ -36,6 +36,7 @@ from graphshard.ir import (
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
 from graphshard.markers import padded_shape
+from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.planning import Planning, RegionPlanning
@@ -233,6 +234,7 @@ class Region:
             ir=format_graph(lowered.gm.graph),
             code=generated_code(run),
             decision=decision,
+            order=communication_order(lowered.gm.graph),
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)
@@ -265,7 +267,8 @@ class Region:
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        results = list(program.run(taken))
+        with timed(program.record):
+            results = list(program.run(taken))
         program.record.runs += 1
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]

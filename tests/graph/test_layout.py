@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
-    ("liveness",),
+    ("liveness", "measuring"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
     ("calibrate", "plan"),
