@@ -3,6 +3,7 @@
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
+from graphshard.planner.live_memory import LiveBytes, live_by_category
 from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
@@ -15,6 +16,7 @@ __all__ = [
     "Event",
     "Exposure",
     "Gather",
+    "LiveBytes",
     "OwnCollective",
     "Problem",
     "Reduction",
@@ -25,6 +27,7 @@ __all__ = [
     "check_schedule",
     "fixed_size_schedule",
     "fsdp2_schedule",
+    "live_by_category",
     "lower_bound_us",
     "per_parameter_schedule",
     "simulate",

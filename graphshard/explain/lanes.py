@@ -1,0 +1,143 @@
+"""The timeline of a program as lanes of bars: what each drawing of it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from graphshard.explain.program import PlannedProgram
+from graphshard.explain.quantities import format_bytes, format_fqns, format_us
+from graphshard.explain.waits import Wait, collectives_in_order, waits_of
+from graphshard.planner import Event, Gather
+
+Kind = Literal["compute", "copy", "wait", "gather", "reduce", "own"]
+KINDS: dict[Kind, str] = {
+    "compute": "computation",
+    "copy": "copy into or out of a bucket",
+    "wait": "waiting (exposed)",
+    "gather": "all-gather",
+    "reduce": "reduction of gradients",
+    "own": "the model's own collective",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar.
+
+    Attributes:
+        kind: says its colour.
+        name: what is written on it.
+        start_us, end_us: from the program's start.
+        bucket: index, -1 for none.
+        facts: (name, value) pairs, more about it.
+    """
+
+    kind: Kind
+    name: str
+    start_us: float
+    end_us: float
+    bucket: int = -1
+    facts: tuple[tuple[str, str | int | float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Bars that follow one another; `measured`: of real runs, not of the simulation."""
+
+    name: str
+    bars: tuple[Bar, ...]
+    measured: bool = False
+
+
+def lanes_of(program: PlannedProgram) -> tuple[Lane, ...]:
+    """The computation, then each process group: what is predicted, then what was measured, if it was."""
+    lanes = [Lane("computation", tuple(_computation(program)))]
+    by_stream: dict[int, list[Bar]] = {stream: [] for stream in range(len(program.problem.streams))}
+    waits: dict[int, list[Wait]] = {}
+    for wait in waits_of(program):
+        waits.setdefault(wait.bucket, []).append(wait)
+    for event, name in collectives_in_order(program):
+        by_stream[event.stream].append(_collective(program, event, name, waits))
+    for stream, bars in by_stream.items():
+        lanes.append(Lane(program.stream_name(stream), tuple(bars)))
+        measured = tuple(_measured(program, stream))
+        if measured:
+            lanes.append(Lane("measured", measured, measured=True))
+    return tuple(lanes)
+
+
+def _computation(program: PlannedProgram) -> Iterator[Bar]:
+    own_waits = iter(
+        program.problem.own[exposure.bucket].name
+        for exposure in program.simulation.exposures
+        if exposure.reason == "own"
+    )
+    for event in program.simulation.events:
+        if event.stream >= 0:
+            continue
+        if event.what == "compute":
+            yield Bar("compute", program.op_name(event.position), event.start_us, event.end_us)
+            continue
+        before = (("before", program.op_name(event.position)),)
+        name = program.bucket_names[event.bucket] if event.bucket >= 0 else next(own_waits)
+        if event.what == "exposed":
+            yield Bar("wait", f"wait for {name}", event.start_us, event.end_us, event.bucket, before)
+        else:
+            what = "copy into" if event.what == "copy_in" else "copy out of"
+            yield Bar("copy", f"{what} {name}", event.start_us, event.end_us, event.bucket, before)
+
+
+def _collective(program: PlannedProgram, event: Event, name: str, waits: dict[int, list[Wait]]) -> Bar:
+    if event.bucket < 0:
+        launched = (("launched before", program.op_name(event.position)),)
+        why = tuple(("reason", wait.why) for wait in waits.get(-1, ()) if wait.name == name)
+        return Bar("own", name, event.start_us, event.end_us, -1, launched + why)
+    row = program.buckets[event.bucket]
+    kind: Kind = "gather" if program.schedule.buckets[event.bucket].kind == "gather" else "reduce"
+    facts: list[tuple[str, str | int | float]] = [
+        ("collective", row.kind),
+        ("parameters", len(row.fqns)),
+        ("fqns", ", ".join(row.fqns)),
+        ("first and last", format_fqns(row.fqns)),
+        ("bytes", row.wire_bytes),
+        ("launched before", program.op_name(row.launch_at)),
+        ("awaited before", program.op_name(row.wait_at)),
+    ]
+    for wait in waits.get(event.bucket, ()):
+        facts += [("exposed_us", round(wait.exposed_us, 3)), ("cause", wait.cause), ("reason", wait.why)]
+    return Bar(kind, name, event.start_us, event.end_us, event.bucket, tuple(facts))
+
+
+def _measured(program: PlannedProgram, stream: int) -> Iterator[Bar]:
+    """From a launch, or from the end of the one before it on its process group, to its end."""
+    found = []
+    for row in program.buckets:
+        member = program.schedule.members(program.problem, row.index)[0]
+        if row.measured is not None and member.transfer.stream == stream:
+            kind: Kind = "gather" if isinstance(member, Gather) else "reduce"
+            found.append((*row.measured, row, kind))
+    free_us = 0.0
+    for launched_us, done_us, waited_us, row, kind in sorted(found, key=lambda entry: (entry[1], entry[0])):
+        start_us = min(max(launched_us, free_us), done_us)
+        free_us = done_us
+        facts = (("launched_us", launched_us), ("waited_us", waited_us), ("predicted_us", round(row.sent_us, 3)))
+        yield Bar(kind, f"{row.name}, measured", start_us, done_us, row.index, facts)
+
+
+def described(bar: Bar) -> str:
+    """A bar in a few lines, for a tooltip."""
+    lines = [bar.name, f"{format_us(bar.start_us)} to {format_us(bar.end_us)} ({format_us(bar.end_us - bar.start_us)})"]
+    for name, value in bar.facts:
+        if name == "bytes":
+            lines.append(format_bytes(int(value)))
+        elif name.endswith("_us"):
+            lines.append(f"{name.removesuffix('_us')}: {format_us(float(value))}")
+        elif name == "parameters":
+            lines.append(f"{value} parameter{'s' if value != 1 else ''}")
+        elif name in ("first and last", "reason", "collective"):
+            lines.append(str(value))
+        elif name != "fqns" and name != "cause":
+            lines.append(f"{name} {value}")
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""Why the computation waits for a collective, in plain words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphshard.explain.program import PlannedProgram, kind_of
+from graphshard.explain.quantities import format_bytes, format_us
+from graphshard.planner import Event, Gather, Reduction
+from graphshard.planner.simulator import held_by_launch
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The computation stands still until one collective is done.
+
+    Attributes:
+        name: of the bucket, or of the model's own collective.
+        bucket: index of the bucket, -1 for none.
+        kind: the collective, in words.
+        exposed_us: how long.
+        reason: of the simulator, such as ``"queue"``.
+        cause: two or three words.
+        why: a sentence or two.
+    """
+
+    name: str
+    bucket: int
+    kind: str
+    exposed_us: float
+    reason: str
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One wait: where its collective is launched and awaited, when it runs, and behind what on its process group."""
+
+    program: PlannedProgram
+    bucket: int
+    launch_at: int
+    wait_at: int
+    start_us: float
+    end_us: float
+    exposed_us: float
+    stream: int
+    behind: str
+    is_all_reduce: bool
+
+    @property
+    def members(self) -> list[Gather] | list[Reduction]:
+        return list(self.program.schedule.members(self.program.problem, self.bucket))  # type: ignore[return-value]
+
+    @property
+    def ready_at(self) -> int:
+        return max(member.ready for member in self.members)
+
+    @property
+    def hiding_us(self) -> float:
+        """Computation between launch and wait."""
+        elapsed = self.program.problem.elapsed_us
+        return elapsed[self.wait_at] - elapsed[self.launch_at]
+
+    @property
+    def sent(self) -> str:
+        """``64.0 MiB take 1.2 ms``."""
+        item = "shard_bytes" if self.is_all_reduce else "wire_bytes"
+        num_bytes = sum(getattr(member, item) for member in self.members)
+        return f"its {format_bytes(num_bytes)} take {format_us(self.end_us - self.start_us)}"
+
+    def op(self, position: int) -> str:
+        return self.program.op_name(position)
+
+
+def waits_of(program: PlannedProgram) -> tuple[Wait, ...]:
+    """Every wait that costs time, the longest first."""
+    found = [*_bucket_waits(program), *_own_waits(program)]
+    return tuple(sorted(found, key=lambda wait: -wait.exposed_us))
+
+
+def collectives_in_order(program: PlannedProgram) -> Iterator[tuple[Event, str]]:
+    """Every collective, in order of launch, with its name; those of the model itself carry their own."""
+    own: dict[int, list[str]] = defaultdict(list)
+    for collective in program.problem.own:
+        own[collective.stream].append(collective.name)
+    for event in program.simulation.events:
+        if event.what == "collective":
+            yield event, program.bucket_names[event.bucket] if event.bucket >= 0 else own[event.stream].pop(0)
+
+
+def _bucket_waits(program: PlannedProgram) -> Iterator[Wait]:
+    runs: dict[int, list[tuple[Event, str]]] = defaultdict(list)
+    last_on: dict[int, str] = {}
+    for event, name in collectives_in_order(program):
+        runs[event.bucket].append((event, last_on.get(event.stream, "")))
+        last_on[event.stream] = name
+    awaits = [action for action in program.schedule.actions if action.step != "launch"]
+    for action, exposure in zip(awaits, program.simulation.exposures, strict=False):  # behind them: the model's own
+        event, behind = runs[action.bucket][action.step == "finish"]
+        if exposure.exposed_us <= 0.0:
+            continue
+        case = _Case(
+            program, action.bucket, event.position, action.before, event.start_us, event.end_us, exposure.exposed_us,
+            event.stream, behind, action.step == "finish",
+        )  # fmt: skip
+        cause, why = _REASONS[exposure.reason](case)
+        kind = kind_of(case.members[0])
+        if "+" in kind:
+            kind = "all-reduce" if case.is_all_reduce else "reduction"
+        name = program.bucket_names[action.bucket]
+        yield Wait(name, action.bucket, kind, exposure.exposed_us, exposure.reason, cause, why)
+
+
+def _own_waits(program: PlannedProgram) -> Iterator[Wait]:
+    for exposure in program.simulation.exposures:
+        if exposure.reason == "own":
+            own = program.problem.own[exposure.bucket]
+            why = (
+                f"The model itself launches it before {program.op_name(own.launch)} and needs it before "
+                f"{program.op_name(own.wait)} (tensor parallelism, for example); a plan leaves it where it is."
+            )
+            yield Wait(own.name, -1, "the model's own", exposure.exposed_us, "own", "the model's own", why)
+
+
+def _head(case: _Case) -> tuple[str, str]:
+    why = f"The program begins with {case.op(case.wait_at)}, which needs it: nothing is computed yet that could hide it"
+    alpha_us = min(case.members[0].transfer.alpha_us, case.end_us - case.start_us)
+    return "nothing before it", f"{why}; {case.sent}, of which {format_us(alpha_us)} are latency."
+
+
+def _tail(case: _Case) -> tuple[str, str]:
+    elapsed = case.program.problem.elapsed_us
+    if case.is_all_reduce:
+        why = "It follows a reduce-scatter that is awaited behind the last computation"
+    elif elapsed[case.ready_at] == elapsed[-1]:
+        why = "Its last gradient is only computed at the very end"
+    else:
+        why = f"It could start before {case.op(case.ready_at)}, but is launched behind the last computation"
+    return "nothing behind it", f"{why}: nothing is left to hide it; {case.sent}."
+
+
+def _queue(case: _Case) -> tuple[str, str]:
+    return "queued", (
+        f"Launched before {case.op(case.launch_at)}, it could start only at {format_us(case.start_us)}, when "
+        f"{case.behind} was done on {case.program.stream_name(case.stream)}; {case.sent}, but {case.op(case.wait_at)} "
+        f"was due at {format_us(case.end_us - case.exposed_us)}."
+    )
+
+
+def _late(case: _Case) -> tuple[str, str]:
+    what = f"{case.sent[0].upper()}{case.sent[1:]}"
+    if case.hiding_us:
+        between = f"{format_us(case.hiding_us)} of computation between its launch, before {case.op(case.launch_at)},"
+        facts = f"{what}, but there are only {between} and its wait, before {case.op(case.wait_at)}"
+    else:
+        facts = f"{what}, and it is awaited where it is launched, before {case.op(case.wait_at)}"
+    if case.is_all_reduce:
+        return "launched late", f"{facts}. It follows a reduce-scatter, and is launched as soon as that is awaited."
+    if isinstance(case.members[0], Reduction):
+        return _late_reduction(case, facts)
+    earlier = _early_enough(case)
+    if earlier is None and case.launch_at and case.program.problem.elapsed_us[case.launch_at]:
+        return "not ready earlier", f"{facts}. Its shards are not ready before that launch."
+    if earlier is None:
+        return "nothing before it", f"{facts}. It is launched at the program's start: no place is earlier."
+    held_bytes = held_by_launch(case.members)[0]
+    live_bytes = max(case.program.simulation.live_bytes[earlier : case.launch_at])
+    budget_bytes = case.program.budget_bytes
+    if budget_bytes is not None and live_bytes + held_bytes > budget_bytes:
+        return "no memory earlier", (
+            f"{facts}. A launch before {case.op(earlier)} would hold {format_bytes(held_bytes)} beside "
+            f"{format_bytes(live_bytes)} in use, more than the budget of {format_bytes(budget_bytes)}."
+        )
+    return "launched late", f"{facts}. {_PLACED.get(case.program.plan, 'The plan places its launch there.')}"
+
+
+def _late_reduction(case: _Case, facts: str) -> tuple[str, str]:
+    at_end = case.wait_at == len(case.program.problem.ops)
+    if at_end and _early_enough(case) is None:
+        return "nothing behind it", f"{facts}. Its last gradient is not ready before that launch."
+    if at_end:
+        return "launched late", f"{facts}. It could be launched before {case.op(case.ready_at)}."
+    held_bytes = held_by_launch(case.members)[0]
+    return "awaited early", f"{facts}. A later wait would hold its {format_bytes(held_bytes)} longer."
+
+
+def _early_enough(case: _Case) -> int | None:
+    """The last position from which computation would hide it all, or else the first where it is ready.
+
+    None: no computation lies between that position and the launch.
+    """
+    elapsed = case.program.problem.elapsed_us
+    position = case.launch_at
+    while position > case.ready_at and elapsed[case.wait_at] - elapsed[position] < case.end_us - case.start_us:
+        position -= 1
+    return position if elapsed[position] < elapsed[case.launch_at] else None
+
+
+_PLACED = {
+    "auto": "The search found no place for its launch that makes the program faster.",
+    "fsdp2": "FSDP2 gathers one unit ahead, no earlier.",
+}
+_REASONS = {"head": _head, "tail": _tail, "queue": _queue, "late": _late}
