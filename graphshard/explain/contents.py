@@ -43,9 +43,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One program."""
+    """One program; `verdict`: in one sentence."""
 
     title: str
+    verdict: str
     figures: tuple[Figure, ...]
     tables: tuple[Table, ...]
 
@@ -89,7 +90,22 @@ def section(program: PlannedProgram, top: int | None = None) -> Section:
     """What is said about one program; of the waits, only the `top` longest."""
     tables = [_time_parts(program), _waits(program, top), _memory(program), _rivals(program), bucket_table(program)]
     title = f"{program.title} (plan: {program.plan})"
-    return Section(title, figures(program), tuple(table for table in tables if table.rows))
+    return Section(title, verdict(program), figures(program), tuple(table for table in tables if table.rows))
+
+
+def verdict(program: PlannedProgram) -> str:
+    """What limits the program."""
+    busy = busy_us(program)
+    compute = f"Its computation takes {format_us(program.problem.compute_us)}"
+    if not busy:
+        return f"{compute}; it has no collectives."
+    stream = max(busy, key=lambda stream: busy[stream])
+    sent = f"its collectives {format_us(busy[stream])}"
+    if len(busy) > 1:
+        sent += f" on {program.stream_name(stream)}, the busiest"
+    if busy[stream] > program.problem.compute_us:
+        return f"{compute}, {sent}: communication limits it, and part of it must be exposed in any schedule."
+    return f"{compute}, {sent}: computation limits it, and can hide what is sent neither first nor last."
 
 
 def figures(program: PlannedProgram) -> tuple[Figure, ...]:
@@ -179,9 +195,7 @@ def at_peak(program: PlannedProgram) -> LiveBytes:
 def _memory(program: PlannedProgram) -> Table:
     peak = at_peak(program)
     sizes = sorted(peak._asdict().items(), key=lambda item: -item[1])
-    rows = tuple(
-        (CATEGORIES[name], format_bytes(size), format_share(size, sum(peak))) for name, size in sizes if size
-    )
+    rows = tuple((CATEGORIES[name], format_bytes(size), format_share(size, sum(peak))) for name, size in sizes if size)
     return Table("Memory at its peak", ("held by", ">size", ">share"), rows)
 
 
@@ -212,7 +226,7 @@ def bucket_table(program: PlannedProgram) -> Table:
 
 def _bucket_cells(program: PlannedProgram, row: BucketRow) -> tuple[str, ...]:
     cells = [row.name, row.kind, str(len(row.fqns)), format_fqns(row.fqns), format_bytes(row.wire_bytes)]
-    cells += [program.op_name(row.launch_at), program.op_name(row.wait_at)]
+    cells += [program.op_name(row.launch_at), program.awaited_before(row)]
     cells += [format_us(row.start_us), format_us(row.end_us), format_us(row.exposed_us) if row.exposed_us else "-"]
     if program.measured is not None:
         cells += ["-", "-", "-"] if row.measured is None else [format_us(us) for us in row.measured]

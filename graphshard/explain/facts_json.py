@@ -63,7 +63,7 @@ def _bucket(program: PlannedProgram, row: BucketRow) -> dict[str, Any]:
         "fqns": list(row.fqns),
         "wire_bytes": row.wire_bytes,
         "launched_before": program.op_name(row.launch_at),
-        "awaited_before": program.op_name(row.wait_at),
+        "awaited_before": program.awaited_before(row),
         "start_us": _us(row.start_us),
         "end_us": _us(row.end_us),
         "exposed_us": _us(row.exposed_us),

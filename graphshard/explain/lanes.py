@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from graphshard.explain.program import PlannedProgram
 from graphshard.explain.quantities import format_bytes, format_fqns, format_us
-from graphshard.explain.waits import Wait, collectives_in_order, waits_of
+from graphshard.explain.waits import ALL_REDUCE, Wait, collectives_in_order, waits_of
 from graphshard.planner import Event, Gather
 
 Kind = Literal["compute", "copy", "wait", "gather", "reduce", "own"]
@@ -55,11 +55,14 @@ def lanes_of(program: PlannedProgram) -> tuple[Lane, ...]:
     """The computation, then each process group: what is predicted, then what was measured, if it was."""
     lanes = [Lane("computation", tuple(_computation(program)))]
     by_stream: dict[int, list[Bar]] = {stream: [] for stream in range(len(program.problem.streams))}
+    sent: set[int] = set()
     waits: dict[int, list[Wait]] = {}
     for wait in waits_of(program):
         waits.setdefault(wait.bucket, []).append(wait)
     for event, name in collectives_in_order(program):
-        by_stream[event.stream].append(_collective(program, event, name, waits))
+        follows = event.bucket >= 0 and event.bucket in sent
+        sent.add(event.bucket)
+        by_stream[event.stream].append(_collective(program, event, name, waits, follows))
     for stream, bars in by_stream.items():
         lanes.append(Lane(program.stream_name(stream), tuple(bars)))
         measured = tuple(_measured(program, stream))
@@ -89,25 +92,34 @@ def _computation(program: PlannedProgram) -> Iterator[Bar]:
             yield Bar("copy", f"{what} {name}", event.start_us, event.end_us, event.bucket, before)
 
 
-def _collective(program: PlannedProgram, event: Event, name: str, waits: dict[int, list[Wait]]) -> Bar:
+def _collective(program: PlannedProgram, event: Event, name: str, waits: dict[int, list[Wait]], follows: bool) -> Bar:
     if event.bucket < 0:
         launched = (("launched before", program.op_name(event.position)),)
-        why = tuple(("reason", wait.why) for wait in waits.get(-1, ()) if wait.name == name)
-        return Bar("own", name, event.start_us, event.end_us, -1, launched + why)
+        return Bar("own", name, event.start_us, event.end_us, -1, (*launched, *_waited(waits.get(-1, ()), name)))
     row = program.buckets[event.bucket]
     kind: Kind = "gather" if program.schedule.buckets[event.bucket].kind == "gather" else "reduce"
+    num_bytes, collective = row.wire_bytes, row.kind.split(" + ")[0]
+    if follows:
+        members = program.schedule.members(program.problem, row.index)
+        num_bytes, collective = sum(member.shard_bytes for member in members), "all-reduce"
+        name += ALL_REDUCE
     facts: list[tuple[str, str | int | float]] = [
-        ("collective", row.kind),
+        ("collective", collective),
         ("parameters", len(row.fqns)),
         ("fqns", ", ".join(row.fqns)),
-        ("first and last", format_fqns(row.fqns)),
-        ("bytes", row.wire_bytes),
+        ("bytes", num_bytes),
         ("launched before", program.op_name(row.launch_at)),
-        ("awaited before", program.op_name(row.wait_at)),
+        ("awaited before", program.awaited_before(row)),
     ]
-    for wait in waits.get(event.bucket, ()):
-        facts += [("exposed_us", round(wait.exposed_us, 3)), ("cause", wait.cause), ("reason", wait.why)]
+    facts += _waited(waits.get(event.bucket, ()), name)
     return Bar(kind, name, event.start_us, event.end_us, event.bucket, tuple(facts))
+
+
+def _waited(waits: Sequence[Wait], name: str) -> list[tuple[str, str | int | float]]:
+    for wait in waits:
+        if wait.name == name:
+            return [("exposed_us", round(wait.exposed_us, 3)), ("reason", wait.reason), ("why", wait.why)]
+    return [("exposed_us", 0.0), ("reason", "hidden")]
 
 
 def _measured(program: PlannedProgram, stream: int) -> Iterator[Bar]:
@@ -130,14 +142,18 @@ def described(bar: Bar) -> str:
     """A bar in a few lines, for a tooltip."""
     lines = [bar.name, f"{format_us(bar.start_us)} to {format_us(bar.end_us)} ({format_us(bar.end_us - bar.start_us)})"]
     for name, value in bar.facts:
-        if name == "bytes":
+        if name == "exposed_us" and not value:
+            lines.append("hidden: the computation never waits for it")
+        elif name == "bytes":
             lines.append(format_bytes(int(value)))
         elif name.endswith("_us"):
             lines.append(f"{name.removesuffix('_us')}: {format_us(float(value))}")
         elif name == "parameters":
             lines.append(f"{value} parameter{'s' if value != 1 else ''}")
-        elif name in ("first and last", "reason", "collective"):
-            lines.append(str(value))
-        elif name != "fqns" and name != "cause":
+        elif name == "fqns":
+            lines.append(format_fqns(str(value).split(", ")))
+        elif name in ("why", "collective"):
+            lines.append(str(value).replace("`", ""))
+        elif name != "reason":
             lines.append(f"{name} {value}")
     return "\n".join(lines)

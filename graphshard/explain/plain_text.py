@@ -48,6 +48,7 @@ def left_out_line(count: int) -> str:
 def _section(found: Section) -> Iterator[str]:
     yield found.title
     yield "=" * len(found.title)
+    yield from textwrap.wrap(found.verdict, WIDTH)
     names = max(len(figure.name) for figure in found.figures)
     values = max(len(figure.value) for figure in found.figures)
     for figure in found.figures:

@@ -60,6 +60,10 @@ class PlannedProgram:
         ops = self.problem.ops
         return ops[position] if position < len(ops) else "the end"
 
+    def awaited_before(self, row: BucketRow) -> str:
+        """The nodes before which a bucket's collectives are awaited."""
+        return ", ".join(dict.fromkeys(self.op_name(position) for position in row.waits_at))
+
     def stream_name(self, stream: int) -> str:
         """The process group of a stream, in words."""
         name = self.problem.streams[stream] if stream < len(self.problem.streams) else ""
@@ -76,7 +80,8 @@ class BucketRow:
         kind: ``"all-gather"``, ``"reduction"`` or ``"reduction + all-reduce"``.
         fqns: of its parameters, in order.
         wire_bytes: of the full tensor that is sent.
-        launch_at, wait_at: positions of its launch and of its last wait.
+        launch_at: position of its launch.
+        waits_at: position of its wait, and of that for the all-reduce that follows.
         start_us, end_us: of the collective, of both where an all-reduce follows.
         sent_us: how long its collectives take.
         exposed_us: how long the computation waits for it.
@@ -89,7 +94,7 @@ class BucketRow:
     fqns: tuple[str, ...]
     wire_bytes: int
     launch_at: int
-    wait_at: int
+    waits_at: tuple[int, ...]
     start_us: float
     end_us: float
     sent_us: float
@@ -106,9 +111,13 @@ def kind_of(member: Gather | Reduction) -> str:
 
 def _bucket_rows(program: PlannedProgram) -> tuple[BucketRow, ...]:
     schedule, count = program.schedule, len(program.schedule.buckets)
-    launch_at, wait_at = [0] * count, [0] * count
+    launch_at = [0] * count
+    waits_at: list[list[int]] = [[] for _ in range(count)]
     for action in schedule.actions:
-        (launch_at if action.step == "launch" else wait_at)[action.bucket] = action.before
+        if action.step == "launch":
+            launch_at[action.bucket] = action.before
+        else:
+            waits_at[action.bucket].append(action.before)
     spans: list[list[tuple[float, float]]] = [[] for _ in range(count)]
     exposed_us = [0.0] * count
     for event in program.simulation.events:
@@ -127,7 +136,7 @@ def _bucket_rows(program: PlannedProgram) -> tuple[BucketRow, ...]:
                 fqns=tuple(member.fqn for member in members),
                 wire_bytes=sum(member.wire_bytes for member in members),
                 launch_at=launch_at[index],
-                wait_at=wait_at[index],
+                waits_at=tuple(waits_at[index]),
                 start_us=min(start for start, _ in spans[index]),
                 end_us=max(end for _, end in spans[index]),
                 sent_us=sum(end - start for start, end in spans[index]),

@@ -36,9 +36,7 @@ def print_explanation(explanation: Explanation, top: int = 5, file: TextIO | Non
         out.write(explanation.to_text(top))
 
 
-def _draw(
-    console: Console, programs: Sequence[PlannedProgram], hardware: str, notes: Sequence[str], top: int
-) -> None:
+def _draw(console: Console, programs: Sequence[PlannedProgram], hardware: str, notes: Sequence[str], top: int) -> None:
     from rich.markup import escape
 
     console.print(f"[bold]graphshard plan for {escape(hardware)}[/]")
@@ -58,6 +56,7 @@ def _draw_section(console: Console, found: Section) -> None:
 
     console.print()
     console.print(Rule(f"[bold]{escape(found.title)}[/]", align="left"))
+    console.print(escape(found.verdict))
     grid = Grid.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(justify="right", style="bold")

@@ -37,7 +37,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class _Case:
-    """One wait: where its collective is launched and awaited, when it runs, and behind what on its process group."""
+    """One wait: where its collective is launched and awaited, when it runs, and behind what on its process group.
+
+    `behind` is done at `free_us`; 0: there is none.
+    """
 
     program: PlannedProgram
     bucket: int
@@ -48,6 +51,7 @@ class _Case:
     exposed_us: float
     stream: int
     behind: str
+    free_us: float
     is_all_reduce: bool
 
     @property
@@ -71,8 +75,25 @@ class _Case:
         num_bytes = sum(getattr(member, item) for member in self.members)
         return f"its {format_bytes(num_bytes)} take {format_us(self.end_us - self.start_us)}"
 
+    @property
+    def held_up(self) -> str:
+        """``, sent behind gather:root, which ends at 5.1 ms``; nothing where it starts as it is launched."""
+        if self.free_us and self.start_us == self.free_us:
+            return f", sent behind {self.behind}, which ends at {format_us(self.free_us)}"
+        return ""
+
     def op(self, position: int) -> str:
-        return self.program.op_name(position)
+        return quoted_op(self.program, position)
+
+
+# Behind the name of a bucket: the all-reduce that follows its reduce-scatter.
+ALL_REDUCE = " (all-reduce)"
+
+
+def quoted_op(program: PlannedProgram, position: int) -> str:
+    """The node at a position as a sentence says it: in backquotes, or ``the end``."""
+    name = program.op_name(position)
+    return f"`{name}`" if position < len(program.problem.ops) else name
 
 
 def waits_of(program: PlannedProgram) -> tuple[Wait, ...]:
@@ -92,25 +113,25 @@ def collectives_in_order(program: PlannedProgram) -> Iterator[tuple[Event, str]]
 
 
 def _bucket_waits(program: PlannedProgram) -> Iterator[Wait]:
-    runs: dict[int, list[tuple[Event, str]]] = defaultdict(list)
-    last_on: dict[int, str] = {}
+    runs: dict[int, list[tuple[Event, str, float]]] = defaultdict(list)
+    last_on: dict[int, tuple[str, float]] = {}
     for event, name in collectives_in_order(program):
-        runs[event.bucket].append((event, last_on.get(event.stream, "")))
-        last_on[event.stream] = name
+        runs[event.bucket].append((event, *last_on.get(event.stream, ("", 0.0))))
+        last_on[event.stream] = (name, event.end_us)
     awaits = [action for action in program.schedule.actions if action.step != "launch"]
     for action, exposure in zip(awaits, program.simulation.exposures, strict=False):  # behind them: the model's own
-        event, behind = runs[action.bucket][action.step == "finish"]
+        event, behind, free_us = runs[action.bucket][action.step == "finish"]
         if exposure.exposed_us <= 0.0:
             continue
         case = _Case(
             program, action.bucket, event.position, action.before, event.start_us, event.end_us, exposure.exposed_us,
-            event.stream, behind, action.step == "finish",
+            event.stream, behind, free_us, action.step == "finish",
         )  # fmt: skip
         cause, why = _REASONS[exposure.reason](case)
         kind = kind_of(case.members[0])
         if "+" in kind:
             kind = "all-reduce" if case.is_all_reduce else "reduction"
-        name = program.bucket_names[action.bucket]
+        name = program.bucket_names[action.bucket] + (ALL_REDUCE if case.is_all_reduce else "")
         yield Wait(name, action.bucket, kind, exposure.exposed_us, exposure.reason, cause, why)
 
 
@@ -119,8 +140,8 @@ def _own_waits(program: PlannedProgram) -> Iterator[Wait]:
         if exposure.reason == "own":
             own = program.problem.own[exposure.bucket]
             why = (
-                f"The model itself launches it before {program.op_name(own.launch)} and needs it before "
-                f"{program.op_name(own.wait)} (tensor parallelism, for example); a plan leaves it where it is."
+                f"The model itself launches it before {quoted_op(program, own.launch)} and needs it before "
+                f"{quoted_op(program, own.wait)} (tensor parallelism, for example); a plan leaves it where it is."
             )
             yield Wait(own.name, -1, "the model's own", exposure.exposed_us, "own", "the model's own", why)
 
@@ -128,7 +149,7 @@ def _own_waits(program: PlannedProgram) -> Iterator[Wait]:
 def _head(case: _Case) -> tuple[str, str]:
     why = f"The program begins with {case.op(case.wait_at)}, which needs it: nothing is computed yet that could hide it"
     alpha_us = min(case.members[0].transfer.alpha_us, case.end_us - case.start_us)
-    return "nothing before it", f"{why}; {case.sent}, of which {format_us(alpha_us)} are latency."
+    return "nothing before it", f"{why}; {case.sent}, of which {format_us(alpha_us)} are latency{case.held_up}."
 
 
 def _tail(case: _Case) -> tuple[str, str]:
@@ -139,7 +160,7 @@ def _tail(case: _Case) -> tuple[str, str]:
         why = "Its last gradient is only computed at the very end"
     else:
         why = f"It could start before {case.op(case.ready_at)}, but is launched behind the last computation"
-    return "nothing behind it", f"{why}: nothing is left to hide it; {case.sent}."
+    return "nothing behind it", f"{why}: nothing is left to hide it; {case.sent}{case.held_up}."
 
 
 def _queue(case: _Case) -> tuple[str, str]:
@@ -165,7 +186,7 @@ def _late(case: _Case) -> tuple[str, str]:
     if earlier is None and case.launch_at and case.program.problem.elapsed_us[case.launch_at]:
         return "not ready earlier", f"{facts}. Its shards are not ready before that launch."
     if earlier is None:
-        return "nothing before it", f"{facts}. It is launched at the program's start: no place is earlier."
+        return "nothing before it", f"{facts}. No computation comes before its launch."
     held_bytes = held_by_launch(case.members)[0]
     live_bytes = max(case.program.simulation.live_bytes[earlier : case.launch_at])
     budget_bytes = case.program.budget_bytes
@@ -178,7 +199,8 @@ def _late(case: _Case) -> tuple[str, str]:
 
 
 def _late_reduction(case: _Case, facts: str) -> tuple[str, str]:
-    at_end = case.wait_at == len(case.program.problem.ops)
+    elapsed = case.program.problem.elapsed_us
+    at_end = elapsed[case.wait_at] == elapsed[-1]
     if at_end and _early_enough(case) is None:
         return "nothing behind it", f"{facts}. Its last gradient is not ready before that launch."
     if at_end:

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("ir",),
-    ("markers", "casts", "units", "report", "user_comms"),
+    ("markers", "casts", "units", "report", "user_comms", "explain"),
     ("fsdp2", "compat", "env", "errors", "settings", "planner"),
 )
 
