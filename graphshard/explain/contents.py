@@ -88,7 +88,8 @@ def overview(programs: Sequence[PlannedProgram]) -> Table:
 
 def section(program: PlannedProgram, top: int | None = None) -> Section:
     """What is said about one program; of the waits, only the `top` longest."""
-    tables = [_time_parts(program), _waits(program, top), _memory(program), _rivals(program), bucket_table(program)]
+    tables = [_time_parts(program), _waits(program, top), _memory(program), _rivals(program)]
+    tables += [_measured(program), bucket_table(program)]
     title = f"{program.title} (plan: {program.plan})"
     return Section(title, verdict(program), figures(program), tuple(table for table in tables if table.rows))
 
@@ -214,12 +215,21 @@ def _rivals(program: PlannedProgram) -> Table:
     return Table("Other schedules", columns, tuple(rows), prose=True)
 
 
+def _measured(program: PlannedProgram) -> Table:
+    rows, buckets = [], []
+    for row in program.buckets:
+        if row.measured is not None:
+            predicted = (row.start_us, row.end_us, row.exposed_us)
+            rows.append((row.name, *(format_us(us) for us in (*predicted, *row.measured))))
+            buckets.append(row.index)
+    columns = ("bucket", ">start", ">end", ">exposed", ">measured launch", ">measured end", ">measured wait")
+    return Table("Predicted beside measured", columns, tuple(rows), tuple(buckets))
+
+
 def bucket_table(program: PlannedProgram) -> Table:
     """One row for each bucket, in order of launch."""
     columns = ["bucket", "kind", ">params", "first and last", ">size", "launched before", "awaited before"]
     columns += [">start", ">end", ">exposed"]
-    if program.measured is not None:
-        columns += [">measured launch", ">measured end", ">measured wait"]
     rows = tuple(_bucket_cells(program, row) for row in program.buckets)
     return Table("Buckets, in order of launch", tuple(columns), rows, tuple(row.index for row in program.buckets))
 
@@ -228,6 +238,4 @@ def _bucket_cells(program: PlannedProgram, row: BucketRow) -> tuple[str, ...]:
     cells = [row.name, row.kind, str(len(row.fqns)), format_fqns(row.fqns), format_bytes(row.wire_bytes)]
     cells += [program.op_name(row.launch_at), program.awaited_before(row)]
     cells += [format_us(row.start_us), format_us(row.end_us), format_us(row.exposed_us) if row.exposed_us else "-"]
-    if program.measured is not None:
-        cells += ["-", "-", "-"] if row.measured is None else [format_us(us) for us in row.measured]
     return tuple(cells)

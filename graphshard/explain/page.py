@@ -57,8 +57,8 @@ def page(programs: Sequence[PlannedProgram], hardware: str, notes: Sequence[str]
 def _program(program: PlannedProgram, number: int) -> str:
     found = section(program)
     tiles = "".join(
-        f'<div class="tile"><div class="quiet">{escape(figure.name)}</div><div class="value">{escape(figure.value)}</div>'
-        f'<div class="remark">{escape(figure.remark)}</div></div>'
+        f'<div class="tile"><div class="quiet">{escape(figure.name)}</div>'
+        f'<div class="value">{escape(figure.value)}</div><div class="remark">{escape(figure.remark)}</div></div>'
         for figure in found.figures
     )
     listed = found.tables[-1:] if program.buckets else ()
@@ -85,15 +85,16 @@ def _chart(program: PlannedProgram) -> str:
     )
     return f"""<figure class="chart">
 <div class="bar-of-tools">{keys}<span class="zoom"><button class="in" type="button" aria-label="zoom in">+</button>
-<button class="out" type="button" aria-label="zoom out">&minus;</button><button class="all" type="button">all</button></span>
-</div>
+<button class="out" type="button" aria-label="zoom out">&minus;</button>
+<button class="all" type="button">all</button></span></div>
 {timeline(program)[0]}<figcaption>{_memory_keys(program)}<span class="quiet">{_HINT}</span></figcaption>
 </figure>"""
 
 
 def _memory_keys(program: PlannedProgram) -> str:
     keys = "".join(
-        f'<span class="key"><svg><path class="memory {name.removesuffix("_bytes")}" d="M0,0h12v12h-12Z"/></svg>{words}</span>'
+        f'<span class="key"><svg><path class="memory {name.removesuffix("_bytes")}" d="M0,0h12v12h-12Z"/></svg>'
+        f"{words}</span>"
         for name, words in CATEGORIES.items()
         if any(getattr(live, name) for live in program.live)
     )

@@ -77,9 +77,12 @@ def _draw_table(console: Console, table: Table) -> None:
     drawn = Drawn(title=escape(table.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     drawn.caption = escape(table.note) or None
     drawn.caption_justify = "left"
+    console.print()
     for column in table.columns:
         right = column.startswith(">")
-        drawn.add_column(column.removeprefix(">"), justify="right" if right else "left", no_wrap=right)
+        whole = right or column == table.columns[0]
+        name = column.removeprefix(">")
+        drawn.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
     for number, row in enumerate(table.rows, 1):
         drawn.add_row(*(escape(cell) for cell in row))
         if left_out and number == MOST_ROWS // 2:

@@ -164,10 +164,16 @@ def _tail(case: _Case) -> tuple[str, str]:
 
 
 def _queue(case: _Case) -> tuple[str, str]:
+    due = format_us(case.end_us - case.exposed_us)
+    if isinstance(case.members[0], Gather):
+        needed = f"{case.op(case.wait_at)} was due at {due}"
+    elif case.wait_at < len(case.program.problem.ops):
+        needed = f"it is awaited before {case.op(case.wait_at)}, at {due}, which frees its buffers"
+    else:
+        needed = f"the computation ended at {due}"
     return "queued", (
         f"Launched before {case.op(case.launch_at)}, it could start only at {format_us(case.start_us)}, when "
-        f"{case.behind} was done on {case.program.stream_name(case.stream)}; {case.sent}, but {case.op(case.wait_at)} "
-        f"was due at {format_us(case.end_us - case.exposed_us)}."
+        f"{case.behind} was done on {case.program.stream_name(case.stream)}; {case.sent}, but {needed}."
     )
 
 
