@@ -211,7 +211,7 @@ def _rivals(program: PlannedProgram) -> Table:
             remark = f"{remark}; over the budget" if remark else "over the budget"
         ratio = format_ratio(us, program.simulation.step_us)
         rows.append((name, format_us(us), ratio, format_bytes(peak_bytes), remark))
-    columns = ("schedule", ">predicted", ">to this plan", ">peak", "what it is")
+    columns = ("schedule", ">predicted", ">vs this plan", ">peak", "what it is")
     return Table("Other schedules", columns, tuple(rows), prose=True)
 
 

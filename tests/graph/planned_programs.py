@@ -79,7 +79,7 @@ def small_program(**rest: object) -> PlannedProgram:
         reduction(fqn, ready, then=REPLICAS)
         for fqn, ready in (("layers.1.wq", 2), ("layers.1.wo", 2), ("layers.0.wq", 4), ("layers.0.wo", 4))
     )
-    own = (OwnCollective("all_reduce_tp", 1, 40.0, 1, 2),)
+    own = (OwnCollective("all_reduce_tp", 1, 400.0, 2, 3),)
     of = problem((100.0, 10.0, 300.0, 200.0), gathers, reductions, own, contention=0.1, launch_us=2.0)
     return planned(of, **rest)  # type: ignore[arg-type]
 

@@ -127,9 +127,7 @@ def test_reason_of_an_all_reduce_that_follows() -> None:
     wait = only_wait(one_bucket(of, 1, 2))
     assert (wait.name, wait.kind, wait.reason) == ("reduce:0 (all-reduce)", "all-reduce", "tail")
     assert wait.why.startswith("It follows a reduce-scatter that is awaited behind the last computation")
-    bucket = Schedule(
-        (Bucket("reduce", (0,)),), (Action(1, "launch", 0), Action(2, "wait", 0), Action(2, "finish", 0))
-    )
+    bucket = Schedule((Bucket("reduce", (0,)),), (Action(1, "launch", 0), Action(2, "wait", 0), Action(2, "finish", 0)))
     late = only_wait(planned(problem((50.0, 500.0, 50.0), (), of.reductions), bucket))
     assert (late.reason, late.cause) == ("late", "launched late")
     assert late.why.endswith("It follows a reduce-scatter, and is launched as soon as that is awaited.")
