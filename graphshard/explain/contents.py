@@ -105,8 +105,8 @@ def verdict(program: PlannedProgram) -> str:
     if len(busy) > 1:
         sent += f" on {program.stream_name(stream)}, the busiest"
     if busy[stream] > program.problem.compute_us:
-        return f"{compute}, {sent}: communication limits it, and part of it must be exposed in any schedule."
-    return f"{compute}, {sent}: computation limits it, and can hide what is sent neither first nor last."
+        return f"{compute}, {sent}. Communication limits it: the computation is too short to hide it all."
+    return f"{compute}, {sent}. Computation limits it, and can hide what is sent neither first nor last."
 
 
 def figures(program: PlannedProgram) -> tuple[Figure, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphshard.explain.program import PlannedProgram, kind_of
 from graphshard.explain.quantities import format_bytes, format_us
 from graphshard.planner import Event, Gather, Reduction
-from graphshard.planner.simulator import held_by_launch
+from graphshard.planner.simulator import freed_by_wait, held_by_launch
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ def _late_reduction(case: _Case, facts: str) -> tuple[str, str]:
         return "nothing behind it", f"{facts}. Its last gradient is not ready before that launch."
     if at_end:
         return "launched late", f"{facts}. It could be launched before {case.op(case.ready_at)}."
-    held_bytes = held_by_launch(case.members)[0]
-    return "awaited early", f"{facts}. A later wait would hold its {format_bytes(held_bytes)} longer."
+    freed_bytes = freed_by_wait(case.members)
+    return "awaited early", f"{facts}. A later wait would hold the {format_bytes(freed_bytes)} that it frees longer."
 
 
 def _early_enough(case: _Case) -> int | None:

@@ -195,7 +195,7 @@ def test_reason_late_of_a_reduction() -> None:
     of = problem((100.0, 30.0, 50.0), (), (reduction("a.w", 1),))
     early = only_wait(one_bucket(of, 1, 2))
     assert (early.reason, early.cause) == ("late", "awaited early")
-    assert early.why.endswith("A later wait would hold its 3.0 MiB longer.")
+    assert early.why.endswith("A later wait would hold the 2.0 MiB that it frees longer.")
     assert only_wait(one_bucket(of, 1, 3)).why.endswith("Its last gradient is not ready before that launch.")
     assert only_wait(one_bucket(of, 2, 3)).why.endswith("It could be launched before `op1`.")
 

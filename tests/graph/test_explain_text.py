@@ -32,8 +32,8 @@ note: region 1 is not planned: it has one unit.
 
 region 0 backward (plan: auto)
 ==============================
-Its computation takes 610.0 us, its collectives 1.240 ms on group shard, the busiest: communication limits it, and part
-of it must be exposed in any schedule.
+Its computation takes 610.0 us, its collectives 1.240 ms on group shard, the busiest. Communication limits it: the
+computation is too short to hide it all.
 predicted step    1.573 ms  1.19x the lower bound
 lower bound       1.320 ms  no schedule of this program is faster
 exposed           875.2 us  55.6 % of the step: the computation stands still for 5 of 7 waits
