@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
 from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
+from graphshard.planning import PLANS, make_planning
 from graphshard.report import Report
 from graphshard.units import resolve_units
 
 REGIONS = ("model", "unit")
-PLANS = ("fsdp2",)
 STRATEGIES = ("fully_shard", "replicate")
 
 
@@ -32,7 +32,7 @@ def compile(
     *,
     strategy: str = "fully_shard",
     units: Sequence[str | type[nn.Module] | nn.Module] | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
@@ -41,7 +41,9 @@ def compile(
     regions: str = "model",
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    plan: str = "fsdp2",
+    plan: str = "auto",
+    memory_budget: int | float | None = None,
+    hardware: str | None = None,
     strict: bool = False,
 ) -> nn.Module:
     """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
@@ -57,7 +59,8 @@ def compile(
         strategy: ``"fully_shard"``; ``"replicate"``: parameters are whole on every rank, gradients all-reduced.
         units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
         reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; an int
-            keeps them sharded over that many ranks meanwhile; None: frees all but the root's.
+            keeps them sharded over that many ranks meanwhile; ``"auto"``: the plan decides for each unit; None: so it
+            does for a plain model with ``plan="auto"``, else frees all but the root's.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
@@ -67,7 +70,12 @@ def compile(
             compiled code.
         fullgraph: makes a graph break an error of Dynamo's.
         dynamic: as for `torch.compile`.
-        plan: ``"fsdp2"``: buckets of one unit in FSDP2's order, prefetched one unit ahead.
+        plan: ``"auto"``: buckets and their places are chosen by simulation; ``"fsdp2"``: one bucket per unit in FSDP2's
+            order, prefetched one unit ahead.
+        memory_budget: most that one program may allocate, its arguments included: bytes, or, as a float, a share in
+            (0, 1] of a rank's memory; None: as much as FSDP2's plan would.
+        hardware: that plans are made for: a name of the hardware table, or the path of a file that
+            ``python -m graphshard.calibrate`` wrote; None: that of the device.
         strict: makes an error of what would run in eager FSDP2 with a warning.
 
     Returns:
@@ -105,17 +113,29 @@ def compile(
         "shard_placement_fn": shard_placement_fn,
         "ignored_params": ignored_params,
     }
-    if fsdp2.is_annotated(model):
+    annotated = fsdp2.is_annotated(model)
+    auto = reshard_after_forward == "auto"
+    if auto:
+        sharding["reshard_after_forward"] = None
+    if annotated:
         _check_annotated(model, mesh, sharding)
+        have = fsdp2.annotation_mesh(model)
+        kind = "cpu" if have is None else have.device_type
     else:
         mesh = _check_mesh(model, mesh)
+        kind = mesh.device_type
         _check_parameters(model, ignored_params or set())
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             _check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
         if callable(shard_placement_fn) and strategy == "fully_shard":
             _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
+    if auto and plan == "fsdp2":
+        raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
+    keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
+    planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
+    if not annotated and mesh is not None:
         _annotate(model, strategy, mesh, sharding)
-    model.__dict__[capture.ENGINE] = Engine(model, options)
+    model.__dict__[capture.ENGINE] = Engine(model, options, planning)
     return model
 
 
@@ -153,8 +173,8 @@ def _check_types(**arguments: object) -> None:
             names = getattr(wanted, "__name__", str(wanted))
             raise TypeError(f"compile: {name}: got {arguments[name]!r:.80}, want {names}")
     reshard, placement_of = arguments["reshard_after_forward"], arguments["shard_placement_fn"]
-    if reshard is not None and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
-        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int or None")
+    if reshard not in (None, "auto") and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
+        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int, 'auto' or None")
     if placement_of is not None and not callable(placement_of):
         raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
     ignored_params = arguments["ignored_params"]

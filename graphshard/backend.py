@@ -49,7 +49,8 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Callable[[], Engine | None] = weakref.ref(engine)
-        self.key = f"graphshard-{source_digest()}"
+        planning = engine.planning
+        self.key = f"graphshard-{source_digest()}-{planning.fingerprint if planning else 'fsdp2'}"
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -61,6 +62,8 @@ class Partitioner(CustomPartitionerFn):
             engine.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
+        if engine is not None and engine.planning is not None:
+            engine.planning.backward = backward
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:

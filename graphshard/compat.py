@@ -27,6 +27,7 @@ from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -382,3 +383,13 @@ def compiled_function_node(output: Tensor) -> Any:
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
+
+
+def size_hint(size: int | torch.SymInt, fallback: int) -> int:
+    """The number that a symbolic size had when it was traced, without a guard; `fallback` where it depends on data."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = getattr(symbolic_shapes, "optimization_hint", None)
+    if hint is not None:
+        return int(hint(size, fallback=fallback))
+    return int(size.node.hint) if size.node.has_hint() else fallback

@@ -30,6 +30,7 @@ from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
+from graphshard.planning import Planning
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import ParameterWatch, Shard
 from graphshard.unit_programs import UnitPrograms
@@ -60,10 +61,12 @@ class Engine:
     Args:
         model: annotated by `fully_shard` or `replicate`.
         options: how to compile it.
+        planning: plans its programs; None: they are as in FSDP2.
     """
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Options, planning: Planning | None = None) -> None:
         self.model = model
+        self.planning = planning
         # For dumps: models are compiled in the same order on every rank.
         self.name = f"{type(model).__name__.removeprefix('FSDP').removeprefix('Replicate')}{next(_numbers)}"
         self.options = options
@@ -88,10 +91,10 @@ class Engine:
         self._unit_modules = fsdp2.unit_modules(model)
         self._sizes: list[int] = []
         self._signatures: dict[int, object] = {}
-        self._backend = make_backend(self, options.backend)
         for name in sorted(env.disabled_passes(driver.OPTIONAL)):
             self.report.say_once(f"pass {name} is left out, as GRAPHSHARD_DISABLE says")
         self._units = fsdp2.find_units(model)
+        self._backend = make_backend(self, options.backend)
         for unit in self._units:
             unit.key = f"{self.name}:{unit.name}"
             user_comms.register(unit.key, unit)
@@ -99,6 +102,10 @@ class Engine:
         if not self._falls_back(unit.unsupported() for unit in self._units):
             self._mark_classes()
             self._hooks.detach()
+
+    def is_whole(self, units: frozenset[Unit]) -> bool:
+        """Whether `units` are all of the model's that have parameters."""
+        return units.issuperset(unit for unit in self._units if unit.params)
 
     # -- set-up
 

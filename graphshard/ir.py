@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from graphshard.errors import VerifyError
 from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec
+from graphshard.plan import ProgramPlan
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.user_comms import CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
@@ -124,11 +125,13 @@ class PassContext:
         direction: which graph this is.
         params: the sharded parameters by the name of the placeholder that holds their shard.
         flags: the run-time state that the program is lowered for.
+        planner: chooses buckets and their places for the marked graph; None: FSDP2's.
     """
 
     direction: Direction
     params: Mapping[str, ParamRef] = field(default_factory=dict)
     flags: Flags = Flags()
+    planner: Callable[[Graph, PassContext], ProgramPlan | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ def reductions(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if is_call(node, REDUCE_GRAD)]
 
 
+def is_marker(node: Node) -> bool:
+    """Whether `node` stands for a gather or a reduction."""
+    return is_call(node, UNSHARD) or is_call(node, REDUCE_GRAD)
+
+
 def launches(graph: Graph) -> list[Node]:
     """All launches in graph order, the model's own collectives included."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target in LAUNCHES]
@@ -217,14 +225,15 @@ def shard_placeholder(marker: Node) -> Node:
 
 
 def bucket_key(node: Node, ctx: PassContext) -> tuple[object, ...]:
-    """What markers must have in common to share a bucket: ``"gather"`` or ``"reduce"`` and the unit come first."""
-    spec, param = spec_of(node), ctx.params[shard_placeholder(node).name]
+    """What markers must have in common to share a bucket: ``"gather"`` or ``"reduce"`` comes first."""
+    spec, settings = spec_of(node), ctx.flags.settings(ctx.params[shard_placeholder(node).name].unit)
+    settings = settings.without_prefetch()
     if is_call(node, UNSHARD):
-        return "gather", param.unit, spec.world_size, spec.group, spec.device
+        return "gather", settings, spec.world_size, spec.group, spec.device
     copies = (spec.replicas, spec.replicate_group)
     return (
         "reduce",
-        param.unit,
+        settings,
         spec.world_size,
         spec.group,
         *copies,
@@ -232,6 +241,17 @@ def bucket_key(node: Node, ctx: PassContext) -> tuple[object, ...]:
         val(node).dtype,
         val(node).device,
     )
+
+
+def member_names(markers: Sequence[Node], ctx: PassContext) -> dict[str, Node]:
+    """Markers of one kind by the name that plans call them: the FQN, ``fqn#2`` for its second marker in graph order."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for node in markers:
+        fqn = ctx.params[shard_placeholder(node).name].fqn
+        seen[fqn] += 1
+        found[fqn if seen[fqn] == 1 else f"{fqn}#{seen[fqn]}"] = node
+    return found
 
 
 def output_args(graph: Graph) -> list[Any]:

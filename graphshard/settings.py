@@ -38,6 +38,10 @@ class UnitSettings:
         """Without those that matter in forward alone."""
         return replace(self, forward_prefetch=())
 
+    def without_prefetch(self) -> UnitSettings:
+        """Without the units that users have chosen to prefetch."""
+        return replace(self, forward_prefetch=(), backward_prefetch=())
+
     def __str__(self) -> str:
         """What differs from the defaults."""
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)

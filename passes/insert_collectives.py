@@ -1,8 +1,8 @@
 """Turns markers into collectives: cast, flat copy-in, launch, wait, copy-out.
 
 Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own. Leaves: no
-marker. A gather stands where the first of its parameters is used, a reduction where the last of its gradients is
-ready.
+marker, and ``meta["steps"]`` of the plan, if there is one, on what is inserted. A gather stands where the first of its
+parameters is used, a reduction where the last of its gradients is ready.
 
     %a = unshard(%s0)            %in = cat([%s0, %s1])                    # copy-in
     %b = unshard(%s1)     ->     %ag = all_gather_into_tensor(%in)        # launch
@@ -41,6 +41,7 @@ class Insertion:
         anchor: the marker that it is placed at.
         settings: of the unit.
         partials: of each marker, the placeholder of an earlier partial gradient, ``""`` for none.
+        steps: (place in the plan, step, the node before which it happens), if there is a plan.
     """
 
     bucket: str
@@ -50,6 +51,7 @@ class Insertion:
     anchor: str
     settings: UnitSettings
     partials: tuple[str, ...]
+    steps: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollectivesEdit:
                 anchor.name,
                 ctx.flags.settings(unit),
                 tuple(partials),
+                nodes[0].meta.get("steps", ()),
             )
         )
     return CollectivesEdit(tuple(insertions))
@@ -99,6 +102,8 @@ def apply(graph: Graph, edit: CollectivesEdit) -> None:
     for insertion in edit.insertions:
         markers = [by_name[name] for name in insertion.markers]
         build = Builder(graph, by_name[insertion.anchor], bucket_of=insertion.bucket)
+        if insertion.steps:
+            build.meta["steps"] = insertion.steps
         bucket, unit, fqns, settings = insertion.bucket, insertion.unit, insertion.fqns, insertion.settings
         if is_call(markers[0], UNSHARD):
             results = emit_gather(build, markers, bucket, unit, fqns, settings.custom_all_gather)

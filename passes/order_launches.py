@@ -1,6 +1,7 @@
-"""Places launches and waits: gathers one unit ahead, reduce-scatters awaited late.
+"""Places launches and waits: as the plan says, or gathers one unit ahead and reduce-scatters awaited late.
 
-Needs: a graph with launches and waits, no marker. Leaves: a permutation. The first gather is launched at the top; each
+Needs: a graph with launches and waits, no marker, and ``meta["steps"]`` on what the plan places. Leaves: a permutation.
+Without a plan the first gather is launched at the top; each
 other one when the gather before it has arrived and is copied out, so that it overlaps the compute of the unit before. A
 reduce-scatter is launched when its gradients are ready and awaited when the next one's copy-in begins, the last one at
 the end; an all-reduce behind it is launched right then. All-reduces are awaited at the end.
@@ -53,6 +54,9 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     copies_in = {launch: [*roles[found.bucket, "copy_in"], launch] for launch, found in ours}
     copies_out = {launch: [_wait(launch), *roles[found.bucket, "copy_out"]] for launch, found in ours}
 
+    if any("steps" in launch.meta for launch, _ in ours):
+        edit = OrderEdit(tuple(_as_planned(graph, ours, copies_in, copies_out)))
+        return edit if new_order(graph, edit) != list(graph.nodes) else OrderEdit(())
     # In the order of their waits, which stay: prefetches that users chose permute the launches.
     position = {node: i for i, node in enumerate(graph.nodes)}
     gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
@@ -62,6 +66,31 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     moves += _late_waits(graph, ours, copies_in, copies_out, in_flight)
     edit = OrderEdit(tuple(moves))
     return edit if new_order(graph, edit) != list(graph.nodes) else OrderEdit(())
+
+
+def _as_planned(
+    graph: Graph,
+    ours: list[tuple[Node, Collective]],
+    copies_in: dict[Node, list[Node]],
+    copies_out: dict[Node, list[Node]],
+) -> list[Move]:
+    """Everything that the plan places, in its order."""
+    launch_of = {found.bucket: launch for launch, found in ours}
+    placed = []
+    for launch, found in ours:
+        for number, step, before in launch.meta.get("steps", ()):
+            behind = launch_of.get(found.bucket + ALL_REDUCE_BUCKET)
+            if found.bucket.endswith(ALL_REDUCE_BUCKET):
+                nodes = copies_out[launch] if step == "finish" else []
+            elif step == "launch":
+                nodes = copies_in[launch]
+            else:
+                nodes = copies_out[launch] if step == "wait" else []
+                if step == "wait" and behind is not None:
+                    nodes = [*nodes, *copies_in[behind]]
+            if nodes:
+                placed.append((number, Move(_names(nodes), "before", before or output_node(graph).name)))
+    return [move for _, move in sorted(placed, key=lambda entry: entry[0])]
 
 
 def _late_waits(

@@ -8,21 +8,20 @@ allocated. Both count whole allocations: views of one are one.
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard import driver
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import WAIT, Collective, collective, is_call, launches, may_view, output_args, val
+from graphshard.ir import WAIT, Collective, collective, is_call, launches, output_args, val
+from graphshard.liveness import Allocation, allocations_of, value_of
 from graphshard.passes.apply_flags import HELD
 from graphshard.passes.apply_residency import RESIDENT
 
@@ -30,13 +29,6 @@ Role = Literal["gathered", "unreduced"]
 # In the place of a unit: of arguments and results, the graph does not say which unit's they are.
 ARGUMENTS, RESULTS = "arguments", "results"
 PATIENCE_S = 1.0
-
-
-class Allocation(NamedTuple):
-    """What a node allocates: its result, or one of its results."""
-
-    node: Node
-    place: int | None
 
 
 class Tracked(NamedTuple):
@@ -97,7 +89,7 @@ def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    allocations = _allocations(gm.graph)
+    allocations = allocations_of(gm.graph)
     tracked = _tracked(gm.graph, allocations, grads_only and direction == "backward")
     end: dict[Allocation, int] = {}
     for node in nodes:
@@ -110,7 +102,7 @@ def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -
                 end[allocation] = max(end[allocation], wait)
     changes: list[dict[Tracked, int]] = [{} for _ in range(len(nodes) + 1)]
     for allocation, what in tracked.items():
-        count = _bytes(_one(val(allocation.node), allocation.place), what)
+        count = _bytes(value_of(val(allocation.node), allocation.place), what)
         start = position[allocation.node]
         changes[start][what] = changes[start].get(what, 0) + count
         stop = end[allocation] + 1
@@ -127,46 +119,6 @@ def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -
 def _bytes(value: Tensor, what: Tracked) -> int:
     """Of an argument, without the padding that may lie behind it: a graph does not show it."""
     return value.nbytes if what.unit == ARGUMENTS else int(value.untyped_storage().nbytes())
-
-
-def _one(value: Any, index: int | None) -> Tensor:
-    result: Tensor = value if index is None else value[index]
-    return result
-
-
-def _allocations(graph: Graph) -> dict[Node, list[Allocation]]:
-    """What each node's result lies in."""
-    found: dict[Node, list[Allocation]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is not None and (is_call(node, WAIT) or _is_view(node, source)):
-            inside = found[source]
-            if node.target is operator.getitem and len(inside) > 1:
-                inside = [allocation for allocation in inside if allocation.place == node.args[1]]
-            found[node] = inside
-        elif isinstance(value, Tensor):
-            found[node] = [Allocation(node, None)]
-        elif isinstance(value, (list, tuple)):
-            found[node] = [Allocation(node, i) for i, one in enumerate(value) if isinstance(one, Tensor)]
-        else:
-            found[node] = []
-    return found
-
-
-def _is_view(node: Node, source: Node) -> bool:
-    if not may_view(node):
-        return False
-    value, whole = node.meta.get("val"), source.meta.get("val")
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    if any(result.alias_info for result in returns) or not isinstance(value, Tensor) or not isinstance(whole, Tensor):
-        return True
-    try:  # a reshape
-        with torch.no_grad():
-            whole.view(value.shape)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 def _tracked(graph: Graph, allocations: Mapping[Node, list[Allocation]], grads_only: bool) -> dict[Allocation, Tracked]:
@@ -223,7 +175,7 @@ class _Probes:
         """Sees the results of the nodes `names`: the first of them has just run."""
         for name, value in zip(names, values, strict=True):
             for index, what in self.tracked.get(name, ()):
-                tensor = _one(value, index)
+                tensor = value_of(value, index)
                 self.watched.append((_weak(tensor), _bytes(tensor, what), what))
         want = self.counted.moments[len(self.moments)]
         live = self._live()
@@ -269,7 +221,7 @@ def watch_memory(*, grads_only: bool = False) -> Iterator[list[tuple[MemoryUse, 
         counted = count_memory(gm, direction, grads_only=grads_only)
         graph, number = gm.graph, next(_numbers)
         tracked: dict[str, list[tuple[int | None, Tracked]]] = {}
-        for allocation, what in _tracked(graph, _allocations(graph), grads_only and direction == "backward").items():
+        for allocation, what in _tracked(graph, allocations_of(graph), grads_only and direction == "backward").items():
             tracked.setdefault(allocation.node.name, []).append((allocation.place, what))
         watched[number] = _probes[number] = _Probes(counted, tracked)
         arguments = [node for node in graph.nodes if node.op == "placeholder" and node.name in tracked]

@@ -29,9 +29,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("unit_programs", "calls"),
     ("driver", "dispatch"),
     ("passes",),
+    ("planning",),
+    ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
+    ("liveness", "measuring"),
     ("ir",),
-    ("markers", "casts", "units", "report", "user_comms", "explain"),
+    ("markers", "casts", "units", "report", "user_comms"),
+    ("calibrate", "plan", "explain"),
+    ("cost",),
     ("fsdp2", "compat", "env", "errors", "settings", "planner"),
 )
 

@@ -1,0 +1,67 @@
+"""A plan: which parameters of a program share a collective, and where each is launched and awaited. Data, no graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from graphshard.planner import Choice, Problem
+
+Step = Literal["launch", "wait", "finish"]
+END = ""  # in the place of a node: the end of the program
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """One collective, or a reduce-scatter and the all-reduce behind it.
+
+    Attributes:
+        name: unique in the program.
+        kind: which of the two.
+        members: FQNs of its parameters, in order; ``fqn#2`` is the second marker of a parameter in the program.
+    """
+
+    name: str
+    kind: Literal["gather", "reduce"]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Something that happens to a bucket.
+
+    Attributes:
+        before: name of the node that it happens before, `END` for the end; several there happen in the plan's order.
+        step: ``"launch"``: copy-in and launch. ``"wait"``: wait and copy-out, or, where a reduce-scatter is followed by
+            an all-reduce, wait and launch of that. ``"finish"``: wait and copy-out of that all-reduce.
+        bucket: its name.
+    """
+
+    before: str
+    step: Step
+    bucket: str
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """Buckets of one program, in order of launch, and all their steps, in program order."""
+
+    buckets: tuple[PlannedBucket, ...]
+    steps: tuple[PlannedStep, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was planned for one program.
+
+    Attributes:
+        problem: that was solved.
+        choice: its solution.
+        plan: the same, in names.
+        budget_bytes: most that the program may allocate.
+    """
+
+    problem: Problem
+    choice: Choice
+    plan: ProgramPlan
+    budget_bytes: int
