@@ -222,8 +222,9 @@ def _measured(program: PlannedProgram) -> Table:
             predicted = (row.start_us, row.end_us, row.exposed_us)
             rows.append((row.name, *(format_us(us) for us in (*predicted, *row.measured))))
             buckets.append(row.index)
-    columns = ("bucket", ">start", ">end", ">exposed", ">measured launch", ">measured end", ">measured wait")
-    return Table("Predicted beside measured", columns, tuple(rows), tuple(buckets))
+    columns = ("bucket", ">start", ">end", ">exposed", ">measured launch", ">measured done", ">measured wait")
+    note = "A predicted end is that of the collective; a measured one is done, at the latest, when its wait is over."
+    return Table("Predicted beside measured", columns, tuple(rows), tuple(buckets), note)
 
 
 def bucket_table(program: PlannedProgram) -> Table:

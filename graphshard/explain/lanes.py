@@ -9,7 +9,7 @@ from typing import Literal
 from graphshard.explain.program import PlannedProgram
 from graphshard.explain.quantities import format_bytes, format_fqns, format_us
 from graphshard.explain.waits import ALL_REDUCE, Wait, collectives_in_order, waits_of
-from graphshard.planner import Event, Gather
+from graphshard.planner import Event
 
 Kind = Literal["compute", "copy", "wait", "gather", "reduce", "own"]
 KINDS: dict[Kind, str] = {
@@ -52,8 +52,11 @@ class Lane:
 
 
 def lanes_of(program: PlannedProgram) -> tuple[Lane, ...]:
-    """The computation, then each process group: what is predicted, then what was measured, if it was."""
+    """The computation, then the waits that were measured, if any were, then each process group."""
     lanes = [Lane("computation", tuple(_computation(program)))]
+    measured = tuple(_measured(program))
+    if measured:
+        lanes.append(Lane("measured waits", measured, measured=True))
     by_stream: dict[int, list[Bar]] = {stream: [] for stream in range(len(program.problem.streams))}
     sent: set[int] = set()
     waits: dict[int, list[Wait]] = {}
@@ -65,9 +68,6 @@ def lanes_of(program: PlannedProgram) -> tuple[Lane, ...]:
         by_stream[event.stream].append(_collective(program, event, name, waits, follows))
     for stream, bars in by_stream.items():
         lanes.append(Lane(program.stream_name(stream), tuple(bars)))
-        measured = tuple(_measured(program, stream))
-        if measured:
-            lanes.append(Lane("measured", measured, measured=True))
     return tuple(lanes)
 
 
@@ -122,20 +122,17 @@ def _waited(waits: Sequence[Wait], name: str) -> list[tuple[str, str | int | flo
     return [("exposed_us", 0.0), ("reason", "hidden")]
 
 
-def _measured(program: PlannedProgram, stream: int) -> Iterator[Bar]:
-    """From a launch, or from the end of the one before it on its process group, to its end."""
-    found = []
-    for row in program.buckets:
-        member = program.schedule.members(program.problem, row.index)[0]
-        if row.measured is not None and member.transfer.stream == stream:
-            kind: Kind = "gather" if isinstance(member, Gather) else "reduce"
-            found.append((*row.measured, row, kind))
+def _measured(program: PlannedProgram) -> Iterator[Bar]:
+    """The waits of real runs; medians of several runs may overlap a little, and are cut."""
+    index_of = {name: index for index, name in enumerate(program.bucket_names)}
     free_us = 0.0
-    for launched_us, done_us, waited_us, row, kind in sorted(found, key=lambda entry: (entry[1], entry[0])):
-        start_us = min(max(launched_us, free_us), done_us)
-        free_us = done_us
-        facts = (("launched_us", launched_us), ("waited_us", waited_us), ("predicted_us", round(row.sent_us, 3)))
-        yield Bar(kind, f"{row.name}, measured", start_us, done_us, row.index, facts)
+    for name, timing in sorted((program.measured or {}).items(), key=lambda item: (item[1][1], item[0])):
+        launched_us, done_us, waited_us = timing
+        start_us = max(done_us - waited_us, free_us)
+        if done_us > start_us:
+            facts = (("launched_us", launched_us), ("waited_us", waited_us))
+            yield Bar("wait", f"wait for {name}, measured", start_us, done_us, index_of.get(name, -1), facts)
+            free_us = done_us
 
 
 def described(bar: Bar) -> str:

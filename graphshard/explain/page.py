@@ -63,8 +63,8 @@ def _program(program: PlannedProgram, number: int) -> str:
     )
     listed = found.tables[-1:] if program.buckets else ()
     tables = found.tables[: len(found.tables) - len(listed)]
-    narrow = "".join(_titled(table) for table in tables if not table.prose)
-    wide = "".join(_titled(table) for table in tables if table.prose)
+    narrow = "".join(_titled(table) for table in tables if not table.prose and len(table.columns) < 5)
+    wide = "".join(_titled(table) for table in tables if table.prose or len(table.columns) >= 5)
     return f"""<section class="program" id="program-{number}">
 <h2>{escape(program.title)}<span class="pill">plan: {escape(program.plan)}</span></h2>
 <p class="verdict">{escape(found.verdict)}</p>
@@ -114,7 +114,8 @@ def _titled(table: Table) -> str:
     drawn = _table(table)
     if len(table.rows) > 12:
         drawn = f'<div class="scroll">{drawn}</div>'
-    return f"<div><h3>{escape(table.title)}</h3>{drawn}</div>"
+    note = f'<p class="quiet">{escape(table.note)}</p>' if table.note else ""
+    return f"<div><h3>{escape(table.title)}</h3>{drawn}{note}</div>"
 
 
 def _table(table: Table, links: Sequence[str] = ()) -> str:

@@ -20,8 +20,8 @@ class PlannedProgram:
         bucket_names: one for each bucket of the schedule, such as ``"gather:layers.0"``.
         rivals: (name, time in us, peak bytes) of other schedules of the same problem.
         budget_bytes: that the plan had to keep; None: none was given.
-        measured: bucket name -> medians of (launched, done, time that the computation waited) of real runs, in us,
-            the first two from the program's start; None: nothing was measured.
+        measured: bucket, or collective of the model's own -> medians of real runs, in us: when it was launched, when
+            its wait was over, both from the program's start, and how long the computation waited; None: none.
 
     Raises:
         ValueError: the number of names is not that of the buckets.
@@ -85,7 +85,7 @@ class BucketRow:
         start_us, end_us: of the collective, of both where an all-reduce follows.
         sent_us: how long its collectives take.
         exposed_us: how long the computation waits for it.
-        measured: (launched, done, waited) in us, None for none.
+        measured: (launched, wait over, waited) in us, None for none.
     """
 
     index: int

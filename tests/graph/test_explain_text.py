@@ -75,9 +75,10 @@ Other schedules
   other       3.000 ms         1.91x  90.0 MiB  over the budget
 
 Predicted beside measured
-  bucket       start       end   exposed  measured launch  measured end  measured wait
-  gather:0    4.0 us  214.0 us  210.0 us           3.0 us      260.0 us       251.5 us
-  reduce:2  436.0 us  1.152 ms    0.0 us         700.0 us      1.100 ms        90.0 us
+  bucket       start       end   exposed  measured launch  measured done  measured wait
+  gather:0    4.0 us  214.0 us  210.0 us           3.0 us       260.0 us       251.5 us
+  reduce:2  436.0 us  1.152 ms    0.0 us         700.0 us       1.100 ms        90.0 us
+  A predicted end is that of the collective; a measured one is done, at the latest, when its wait is over.
 
 Buckets, in order of launch
   bucket    kind                    params  first and last        size  launched before  awaited before     start       end   exposed

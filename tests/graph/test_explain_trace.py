@@ -71,9 +71,13 @@ def test_trace_counts_memory_up_to_its_peak() -> None:
     assert max(sum(event["args"].values()) for event in counters) == small_program().simulation.peak_bytes
 
 
-def test_trace_shows_measured_beside_predicted() -> None:
-    # The second was launched while the first was under way.
-    measured = {"gather:0": (3.0, 260.0, 251.5), "gather:1": (100.0, 400.0, 0.0)}
-    slices = threads(events(small_program(measured=measured)))[1, "measured"]
-    assert [(event["ts"], event["dur"]) for event in slices] == [(3.0, 257.0), (260.0, 140.0)]
-    assert slices[0]["args"]["waited_us"] == 251.5
+def test_trace_shows_measured_waits_below_predicted_ones() -> None:
+    # The second one's median begins before the first one's ends, the third never waits.
+    measured = {
+        "gather:0": (3.0, 260.0, 250.0),
+        "all_reduce_tp": (200.0, 300.0, 50.0),
+        "reduce:2": (100.0, 400.0, 0.0),
+    }
+    slices = threads(events(small_program(measured=measured)))[1, "measured waits"]
+    assert [(event["ts"], event["dur"]) for event in slices] == [(10.0, 250.0), (260.0, 40.0)]
+    assert [event["args"]["waited_us"] for event in slices] == [250.0, 50.0]
