@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("liveness", "measuring"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
-    ("calibrate", "plan"),
+    ("calibrate", "plan", "explain"),
     ("cost",),
     ("fsdp2", "compat", "env", "errors", "settings", "planner"),
 )
