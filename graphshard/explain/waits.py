@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphshard.explain.program import PlannedProgram, kind_of
 from graphshard.explain.quantities import format_bytes, format_us
 from graphshard.planner import Event, Gather, Reduction
-from graphshard.planner.simulator import freed_by_wait, held_by_launch
+from graphshard.planner.memory import freed_by_wait, held_by_launch
 
 
 @dataclass(frozen=True)

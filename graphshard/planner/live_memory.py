@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch
 from graphshard.planner.problem import Gather, Problem, Reduction
 from graphshard.planner.schedule import Action, Schedule, Step
-from graphshard.planner.simulator import copied_out_bytes, freed_by_wait, held_by_launch
 
 
 class LiveBytes(NamedTuple):
