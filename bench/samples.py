@@ -76,13 +76,13 @@ class FirstSteps(NamedTuple):
     Attributes:
         first_step_s: the first step, compilation included.
         loss: of the first step, this rank's.
-        grad_norm: of the first step, over all ranks.
+        grad_norms: FQN -> norm of the gradient in the first step, over all ranks.
         launches: collectives of one step by kind, as the profiler sees them.
     """
 
     first_step_s: float
     loss: float
-    grad_norm: float
+    grad_norms: dict[str, float]
     launches: dict[str, int]
 
 

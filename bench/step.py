@@ -90,7 +90,8 @@ def parse_options(argv: Sequence[str] | None = None) -> StepOptions:
 def measure(model: str, options: StepOptions) -> tuple[list[TrainingRow], list[CheckRow]]:
     """Trains one model with every system, and checks that all did the same."""
     measured = train(model, options.compared, NUM_RANKS, options.runs, options.rounds, say_progress)
-    checks = [check_row(model, system, m.first, m.turns, m.final_losses) for system, m in measured.items()]
+    want_norms = measured[options.compared[0]].first[0].grad_norms
+    checks = [check_row(model, system, m.first, m.turns, m.final_losses, want_norms) for system, m in measured.items()]
     check_training(checks)
     rows = training_rows(
         model,

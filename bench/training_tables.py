@@ -48,13 +48,12 @@ def _target(row: TrainingRow) -> str:
 
 def checks_line(checks: Sequence[CheckRow]) -> str:
     """How far apart what the systems computed is; they were compared before."""
-    apart = (f"{_spread([getattr(row, name) for row in checks]):.0e}" for name in ("first_loss", "grad_norm"))
-    loss, norm = apart
-    final = _spread([row.final_loss for row in checks])
+    first, final = (_spread([getattr(row, name) for row in checks]) for name in ("first_loss", "final_loss"))
+    grads = max(row.grad_difference for row in checks)
     return (
-        f"loss {checks[0].first_loss:.4f} -> {checks[0].final_loss:.4f}; relative differences: of the first loss {loss}"
-        f", its gradient norm {norm} (at most {FIRST_TOLERANCE:.0e}), the last loss {final:.0e} "
-        f"(at most {FINAL_TOLERANCE:.0e})"
+        f"loss {checks[0].first_loss:.4f} -> {checks[0].final_loss:.4f}; largest relative differences: first loss "
+        f"{first:.0e}, norm of a parameter's gradient {grads:.0e} (at most {FIRST_TOLERANCE:.0e}), last loss "
+        f"{final:.0e} (at most {FINAL_TOLERANCE:.0e})"
     )
 
 

@@ -34,6 +34,8 @@ LEARNING_RATE = 1e-3
 SETTLING_STEPS = 2
 WAKING_STEPS = 2
 TIMEOUT_S = 1800.0
+# What `torch.compile` puts into the FQNs of a module.
+COMPILED = "_orig_mod."
 
 
 class Trainer:
@@ -46,9 +48,8 @@ class Trainer:
         self._system = system
         self._model = trained_decoder(model_name)
         self._forward = prepare(system, self._model)
-        self._params = list(self._model.parameters())
         # Of AdamW's ways the one with the least work for the host, which is the same for every system.
-        self._optimizer = torch.optim.AdamW(self._params, lr=LEARNING_RATE, fused=True)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
         self._batches = Batches(dist.get_rank(), dist.get_world_size(), sizes.batch_size, sizes.config.max_seq_len)
         self._steps = 0
         self._depth = 0
@@ -61,8 +62,8 @@ class Trainer:
         Raises:
             RuntimeError: if graphshard's report does not count the collectives that the profiler sees.
         """
-        norms: list[float] = []
-        first_step_s = self._step(lambda: norms.append(self._grad_norm()))
+        norms: dict[str, float] = {}
+        first_step_s = self._step(lambda: norms.update(self._grad_norms()))
         loss = self._loss
         if self._is_graphshard:
             graphshard.report(self._model).reset_counts()
@@ -75,7 +76,7 @@ class Trainer:
         gc.collect()
         gc.disable()
         give_back_freed()  # what compiling needed
-        return FirstSteps(first_step_s, loss, norms[0], launches)
+        return FirstSteps(first_step_s, loss, norms, launches)
 
     def turn(self, runs: int) -> Turn:
         """Some steps; those in which the process wakes up are not timed."""
@@ -127,10 +128,14 @@ class Trainer:
         self._loss = loss.item()
         return end_s - start_s - inspected_s
 
-    def _grad_norm(self) -> float:
-        """Over all parameters and ranks."""
-        norm = torch.nn.utils.get_total_norm([param.grad for param in self._params if param.grad is not None])
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    def _grad_norms(self) -> dict[str, float]:
+        """By FQN in the model as it was."""
+        norms = {}
+        for name, param in self._model.named_parameters():
+            if param.grad is not None:
+                norm = torch.linalg.vector_norm(param.grad)
+                norms[name.replace(COMPILED, "")] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norms
 
     def _check_launches(self, launches: dict[str, int]) -> None:
         if not self._is_graphshard:

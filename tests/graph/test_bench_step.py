@@ -41,7 +41,7 @@ def turn(*steps_ms: float, peak_rss_bytes: int = 2, is_of_turn: bool = True) -> 
 
 
 def first(first_step_s: float = 1.0, loss: float = 5.0) -> FirstSteps:
-    return FirstSteps(first_step_s, loss, 1.0, SHARDED)
+    return FirstSteps(first_step_s, loss, {"a.weight": 1.0, "b.weight": 2.0}, SHARDED)
 
 
 def rows_of(steps_ms: dict[System, float], model: str = "demo") -> list[TrainingRow]:
@@ -53,7 +53,7 @@ def rows_of(steps_ms: dict[System, float], model: str = "demo") -> list[Training
 
 
 def checked(system: System, **changes: float) -> CheckRow:
-    row = check_row("demo", system, [first(), first()], [[turn(1), turn(1)]], [4.0, 4.0])
+    row = check_row("demo", system, [first(), first()], [[turn(1), turn(1)]], [4.0, 4.0], first().grad_norms)
     counts = {"all_gathers": 0, "reduce_scatters": 0, "all_reduces": 2} if system == DDP else {}
     return replace(row, **{**counts, **changes})  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def test_targets_are_there_for_every_model_and_plan() -> None:
     ("changes", "named"),
     [
         ({"first_loss": 5.001}, "first_loss: got 5.001, want that of fsdp2, 5.0"),
-        ({"grad_norm": 1.001}, "grad_norm"),
+        ({"grad_difference": 1e-3}, "gradient of a.weight: its norm is off by 1.0e-03"),
         ({"final_loss": 4.1}, "final_loss"),
         ({"final_loss": float("nan")}, "final_loss"),
         ({"all_gathers": 0}, "got 0 all-gathers and 2 reduce-scatters"),
@@ -109,8 +109,26 @@ def test_ddp_that_reduces_nothing_is_an_error() -> None:
         check_training([checked(EAGER), checked(DDP, all_reduces=0)])
 
 
+@pytest.mark.parametrize(
+    ("norms", "difference"),
+    [
+        ({"a.weight": 1.0, "b.weight": 1.0}, 0.5),
+        ({"a.weight": 1.0, "b.weight": 0.0}, 1.0),
+        ({"a.weight": 1.0}, float("inf")),
+        ({"a.weight": 1.0, "b.weight": float("nan")}, float("inf")),
+    ],
+)
+def test_gradients_are_compared_by_parameter(norms: dict[str, float], difference: float) -> None:
+    ours = FirstSteps(1.0, 5.0, norms, SHARDED)
+    row = check_row("demo", OURS, [ours, ours], [[turn(1), turn(1)]], [4.0, 4.0], first().grad_norms)
+    assert (row.worst_grad, row.grad_difference) == ("b.weight", difference)
+    with pytest.raises(RuntimeError, match=r"graphshard.*gradient of b\.weight"):
+        check_training([checked(EAGER), row])
+
+
 def test_losses_are_means_over_ranks() -> None:
-    row = check_row("demo", EAGER, [first(loss=4.0), first(loss=6.0)], [[turn(1), turn(1)]], [1.0, 2.0])
+    ranks = [first(loss=4.0), first(loss=6.0)]
+    row = check_row("demo", EAGER, ranks, [[turn(1), turn(1)]], [1.0, 2.0], first().grad_norms)
     assert (row.first_loss, row.final_loss, row.all_gathers) == (5.0, 1.5, 3)
 
 
@@ -198,7 +216,7 @@ def test_tables_show_every_system() -> None:
     assert all(name in table[0] for name in HEADER)
     assert [line.split()[-3:] for line in table[1:]] == [["3", "2", "0"], ["0", "0", "2"], ["3", "2", "0"]]
     assert "loss 5.0000 -> 4.0000" in checks_line(checks)
-    assert "the last loss 1e-03" in checks_line(checks)
+    assert "last loss 1e-03" in checks_line(checks)
 
 
 def test_what_disturbs_is_said() -> None:
@@ -207,7 +225,7 @@ def test_what_disturbs_is_said() -> None:
     assert "other programs ran" in noise_lines(rows, checks, MACHINE, 3.0, 2)[1]
     wide = replace(rows[1], low_ms=28.0, high_ms=32.0)
     assert "in 1 of 2 rows" in noise_lines([rows[0], wide], checks, MACHINE, 2.0, 2)[1]
-    unreset = check_row("demo", OURS, [first()], [[turn(1)], [turn(1, is_of_turn=False)]], [4.0])
+    unreset = check_row("demo", OURS, [first()], [[turn(1)], [turn(1, is_of_turn=False)]], [4.0], {})
     assert "does not reset peaks" in noise_lines(rows, [checks[0], unreset], MACHINE, 2.0, 2)[1]
 
 
