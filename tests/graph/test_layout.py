@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("testing",),
     ("graphshard",),
+    ("explaining",),
     ("api",),
     ("engine",),
     ("backend",),
