@@ -66,7 +66,7 @@ def measure(model: nn.Module) -> Iterator[None]:
     """Inside, a profiler sees when each collective of the model's programs is launched and awaited; `explain` shows it.
 
     Args:
-        model: compiled by `compile`; what it has not run yet is compiled inside, and counts as a run: warm it up before.
+        model: compiled by `compile`, and warm: what is compiled inside counts as a run.
 
     Raises:
         ValueError: `model` is not compiled.

@@ -10,7 +10,7 @@ from graphshard.explain.chrome_trace import chrome_trace
 from graphshard.explain.drawing import drawing
 from graphshard.explain.facts_json import facts_json
 from graphshard.explain.page import page
-from graphshard.explain.plain_text import plain_text
+from graphshard.explain.plain_text import plain_text, summary_text
 from graphshard.explain.program import PlannedProgram
 
 
@@ -38,6 +38,10 @@ class Explanation:
             top: how many of the longest waits of each program to explain.
         """
         return plain_text(self.programs, self.hardware, self.notes, top)
+
+    def to_summary(self) -> str:
+        """A table with one line for each program."""
+        return summary_text(self.programs)
 
     def to_json(self) -> str:
         """All numbers: the same text for the same plan."""

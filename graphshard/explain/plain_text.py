@@ -31,6 +31,11 @@ def plain_text(programs: Sequence[PlannedProgram], hardware: str, notes: Sequenc
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def summary_text(programs: Sequence[PlannedProgram]) -> str:
+    """One line for each program."""
+    return "\n".join(line.rstrip() for line in _table(overview(programs), "")) + "\n"
+
+
 def fewer_rows(table: Table) -> tuple[Table, int]:
     """The first and the last rows of a long table, and how many are left out behind the first half."""
     left_out = len(table.rows) - MOST_ROWS
