@@ -313,6 +313,8 @@ class Region:
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
         states = backward_states(engine.holdings, graph, binding, asked, dead, split)
+        if self._planner is not None and not all(state.reduces for state in states):
+            states = self._with_accumulation(graph, binding, states)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
@@ -336,6 +338,15 @@ class Region:
         if split:
             engine.holdings.end_split(split - asked.units_again)
         return results
+
+    def _with_accumulation(self, graph: MarkedGraph, binding: Binding, states: list[UnitState]) -> list[UnitState]:
+        """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
+        assert self._planner is not None
+        why = self._planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
+        if not why:
+            return states
+        self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+        return [replace(state, reduces=True) for state in states]
 
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
         if place in plan.again:
