@@ -71,3 +71,16 @@ def test_gradients_are_accumulated_sharded_where_the_budget_demands_it(two_ranks
     for ours, theirs in zip(tight["grads"], usual["grads"], strict=True):
         # Two sums of halves, in place of the half of a sum: last bits.
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def symbolic_programs() -> int:
+    torch.manual_seed(0)
+    model = models.mlps(3)
+    graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="aot_eager", dynamic=True)
+    for batch in (3, 5, 7):
+        model(torch.randn(batch, models.DIM)).square().mean().backward()
+    return len(graphshard.report(model).programs)
+
+
+def test_symbolic_sizes_are_planned_once(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(symbolic_programs) == [2, 2]
