@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
+from graphshard.plan_file import Plan, TracedProgram, load_plan, plan_digest, program_name, replay
 from graphshard.planner import (
     Choice,
     Problem,
@@ -36,34 +38,63 @@ class Planning:
         scene: machine and process groups.
         mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
         budget_bytes: most that a program may allocate; None: what FSDP2's schedule of it does.
+        stored: plans that are replayed; what has none there is planned.
+        stored_in: says where these are from.
     """
 
     scene: Scene
     mode: str = "auto"
     budget_bytes: int | None = None
+    stored: Plan | None = None
+    stored_in: str = ""
     _latest: Decision | None = None
 
     @property
     def fingerprint(self) -> str:
         """A short name of all that shapes a plan besides the graph."""
-        return f"{self.mode}-{self.budget_bytes}-{self.scene.cost.fingerprint}"
+        digest = "" if self.stored is None else f"-{plan_digest(self.stored)}"
+        return f"{self.mode}-{self.budget_bytes}-{self.scene.cost.fingerprint}{digest}"
 
     def take(self) -> Decision | None:
         """What was decided since the last call."""
         latest, self._latest = self._latest, None
         return latest
 
-    def __call__(self, graph: Graph, ctx: PassContext) -> ProgramPlan | None:
+    def __call__(
+        self,
+        graph: Graph,
+        ctx: PassContext,
+        program: tuple[int, str] = (0, "default"),
+        note: Callable[[str], None] = lambda line: None,
+    ) -> ProgramPlan | None:
         """The plan of one marked graph; None: there is nothing to plan, or users have chosen what is prefetched.
+
+        Args:
+            graph: to plan.
+            ctx: its parameters and flags.
+            program: number of its region, and the text of its flags, by which a stored plan is found.
+            note: is told what the user should know.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
+            PlanMismatch: the stored plan of that name is for another graph.
         """
+        name = program_name(program[0], ctx.direction, program[1])
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
+            if self.stored is not None:
+                note(f"{self.stored_in}: not used for {name}, whose units say what they prefetch")
             return None
+        if self.stored is not None:
+            extract = partial(extract_problem, graph, ctx, self.scene)
+            traced = TracedProgram(program[0], ctx.direction, program[1], extract, self.ranks_of)
+            self._latest = replay(self.stored, traced, self.stored_in, self.budget_bytes)
+            if self._latest is not None:
+                return self._latest.plan if self.mode == "auto" else None
         problem = extract_problem(graph, ctx, self.scene)
         if not problem.gathers and not problem.reductions:
             return None
+        if self.stored is not None:
+            note(f"{self.stored_in}: has no plan for {name}, which is planned as by plan={self.mode!r}")
         if self.mode == "fsdp2":
             schedule = fsdp2_schedule(problem)
             simulation = simulate(problem, schedule)
@@ -75,6 +106,10 @@ class Planning:
         plan = named_plan(problem, choice.schedule)
         self._latest = Decision(problem, choice, plan, budget_bytes)
         return plan if self.mode == "auto" else None
+
+    def ranks_of(self, group: str) -> int:
+        """Number of ranks of a process group, by its name."""
+        return self.scene.group_shape(group).ranks
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
@@ -98,13 +133,18 @@ _ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
 def make_planning(
-    plan: str, memory_budget: int | float | None, hardware: str | None, device_type: str, fused: bool
+    plan: str | os.PathLike[str] | Plan,
+    memory_budget: int | float | None,
+    hardware: str | None,
+    device_type: str,
+    fused: bool,
 ) -> Planning:
     """What `graphshard.compile` plans with.
 
     Args:
-        plan: one of `PLANS`.
-        memory_budget: most that a program may allocate: bytes, or a share, in (0, 1], of a rank's memory.
+        plan: one of `PLANS`, or plans to replay, or the path of their file.
+        memory_budget: most that a program may allocate: bytes, or a share, in (0, 1], of a rank's memory; None: what
+            the file says, or nothing.
         hardware: name of a row of the hardware table, or path of a calibration; None: found by the device.
         device_type: that the model runs on.
         fused: whether Inductor compiles the programs.
@@ -115,7 +155,16 @@ def make_planning(
     """
     machine = find_hardware(hardware or detect_hardware(device_type))
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
-    return Planning(Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node)), plan, budget_bytes)
+    scene = Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node))
+    if isinstance(plan, str) and plan in PLANS:
+        return Planning(scene, plan, budget_bytes)
+    if isinstance(plan, Plan):
+        stored, stored_in = plan, "compile: plan"
+    else:
+        stored, stored_in = load_plan(plan), f"plan file {os.fspath(plan)}"
+    if budget_bytes is None:
+        budget_bytes = stored.budget_bytes
+    return Planning(scene, stored.mode, budget_bytes, stored, stored_in)
 
 
 def detect_hardware(device_type: str) -> str:

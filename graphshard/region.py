@@ -35,6 +35,7 @@ from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGr
 from graphshard.markers import padded_shape
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
+from graphshard.plan_file import program_flags
 from graphshard.planning import Planning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
@@ -178,8 +179,11 @@ class Region:
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        planning = self.engine.planning
-        lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags, planning), title)
+        text = f"{graph.part} {flags}".lstrip()
+        planning, note = self.engine.planning, self.engine.report.note_once
+        name = (self.number, program_flags(text, self.engine.name))
+        planner = None if planning is None else partial(planning, program=name, note=note)
+        lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags, planner), title)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
@@ -192,7 +196,7 @@ class Region:
         record = ProgramRecord(
             self.number,
             graph.direction,
-            f"{graph.part} {flags}".lstrip(),
+            text,
             launch_counts(lowered.gm.graph),
             lowered.passes_s,
             compile_s,
