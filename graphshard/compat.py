@@ -18,6 +18,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -46,6 +47,11 @@ INDUCTOR_PATCHES: dict[str, Any] = {
 
 # Larger than any id that activation checkpointing gives to its regions.
 _RESHARD_REGION_ID = 10**6
+
+
+def backend_error(error: BackendCompilerFailed, kinds: tuple[type[Exception], ...]) -> Exception:
+    """What a backend raised, if it is one of `kinds`, or Dynamo's error around it."""
+    return error.inner_exception if isinstance(error.inner_exception, kinds) else error
 
 
 def check_torch_version() -> None:

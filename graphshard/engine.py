@@ -17,6 +17,8 @@ from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
+    BackendCompilerFailed,
+    backend_error,
     backward_id,
     call_at_end_of_backward,
     dispatch_mode_active,
@@ -30,6 +32,8 @@ from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
+from graphshard.plan_file import PlanMismatch
+from graphshard.planner import BudgetTooSmall
 from graphshard.planning import Planning
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import ParameterWatch, Shard
@@ -253,7 +257,10 @@ class Engine:
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
             )
-        return entry(module, args, kwargs)
+        try:
+            return entry(module, args, kwargs)
+        except BackendCompilerFailed as error:
+            raise backend_error(error, (PlanMismatch, BudgetTooSmall)) from None
 
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:

@@ -18,7 +18,7 @@ from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
-from graphshard.plan_file import Plan, TracedProgram, load_plan, plan_digest, program_name, replay
+from graphshard.plan_file import Plan, ProgramProblem, load_plan, plan_digest, program_name, replay
 from graphshard.planner import (
     Choice,
     Problem,
@@ -86,8 +86,8 @@ class Planning:
             return None
         if self.stored is not None:
             extract = partial(extract_problem, graph, ctx, self.scene)
-            traced = TracedProgram(program[0], ctx.direction, program[1], extract, self.ranks_of)
-            self._latest = replay(self.stored, traced, self.stored_in, self.budget_bytes)
+            named = ProgramProblem(program[0], ctx.direction, program[1], extract, self.ranks_of)
+            self._latest = replay(self.stored, named, self.stored_in, self.budget_bytes)
             if self._latest is not None:
                 return self._latest.plan if self.mode == "auto" else None
         problem = extract_problem(graph, ctx, self.scene)

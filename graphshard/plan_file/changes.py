@@ -28,7 +28,7 @@ def outline_changes(old: Outline, new: Outline, sides: tuple[str, str]) -> list[
         found.append(f"ranks of process groups: {_versus(old.group_ranks, new.group_ranks, sides)}")
     for number, (a, b) in enumerate(zip_longest(old.ops, new.ops)):
         if a != b:
-            found.append(f"first op that differs: number {number}, {_versus(_op(a), _op(b), sides)}")
+            found.append(f"first op that differs: number {number} is {_versus(_op(a), _op(b), sides)}")
             break
     if old.own != new.own:
         changed = next((a, b) for a, b in zip_longest(old.own, new.own) if a != b)
@@ -75,7 +75,8 @@ def _field_changes(
         if title in new:
             changed = (name for name in names if getattr(member, name) != getattr(new[title], name))
             if name := next(changed, None):
-                yield f"{name} of {title} {_versus(getattr(member, name), getattr(new[title], name), sides)}"
+                versus = _versus(getattr(member, name), getattr(new[title], name), sides)
+                yield f"{title} has {name} {versus}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -84,7 +85,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _versus(old: object, new: object, sides: tuple[str, str]) -> str:
-    return f"{_plain(old)} {sides[0]}, {_plain(new)} {sides[1]}"
+    return f"{_plain(old)} {sides[0]} and {_plain(new)} {sides[1]}"
 
 
 def _plain(value: object) -> str:
@@ -148,7 +149,7 @@ def _program_changes(old: StoredProgram, new: StoredProgram, sides: tuple[str, s
             yield f"bucket {name}: {_versus(_size(bucket), _size(after[name]), sides)}"
             for number, (a, b) in enumerate(zip_longest(bucket.members, after[name].members)):
                 if a != b:
-                    yield f"bucket {name}: first member that differs: number {number}, {_versus(a, b, sides)}"
+                    yield f"bucket {name}: first member that differs: number {number} is {_versus(a, b, sides)}"
                     break
     if list(before) != list(after) and set(before) == set(after):
         yield f"order of buckets: {_versus(_listed([*before]), _listed([*after]), sides)}"

@@ -30,8 +30,8 @@ class PlanMismatch(ValueError):
 
 
 @dataclass(frozen=True)
-class TracedProgram:
-    """A program that a plan may fit.
+class ProgramProblem:
+    """A program that a plan may fit: its name, and its problem.
 
     Attributes:
         region: number of its region.
@@ -49,7 +49,7 @@ class TracedProgram:
     ranks_of: Callable[[str], int]
 
 
-def replay(plan: Plan, program: TracedProgram, where: str, budget_bytes: int | None = None) -> Decision | None:
+def replay(plan: Plan, program: ProgramProblem, where: str, budget_bytes: int | None = None) -> Decision | None:
     """What `plan` decides for `program`; None: it has no plan of that name.
 
     Args:
@@ -74,7 +74,7 @@ def replay(plan: Plan, program: TracedProgram, where: str, budget_bytes: int | N
     raise _mismatch(where, stored, f"the program is not the one that was planned: {changes}", plan)
 
 
-def _extracted(stored: StoredProgram, program: TracedProgram) -> tuple[Problem, Outline]:
+def _extracted(stored: StoredProgram, program: ProgramProblem) -> tuple[Problem, Outline]:
     problem = program.extract(frozenset(op.name for op in stored.outline.ops))
     return problem, outline_of(problem, program.ranks_of)
 
@@ -93,7 +93,8 @@ def _decision(plan: Plan, stored: StoredProgram, problem: Problem, where: str, b
             got = f"got a plan that allocates {simulation.peak_bytes} bytes"
             raise _mismatch(where, stored, f"{got}, want at most its {name}, {most}", plan)
     makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
-    rivals = {name: simulate(problem, make(problem)) for name, make in makers.items()}
+    compared = makers if plan.mode == "auto" else {}
+    rivals = {name: simulate(problem, make(problem)) for name, make in compared.items()}
     choice = Choice(
         schedule,
         simulation,
@@ -111,7 +112,7 @@ def _mismatch(where: str, stored: StoredProgram, what: str, plan: Plan) -> PlanM
     )
 
 
-def fits(path: str | os.PathLike[str], problems: Iterable[TracedProgram]) -> list[str]:
+def fits(path: str | os.PathLike[str], problems: Iterable[ProgramProblem]) -> list[str]:
     """What keeps a plan file from being replayed on these programs, a line each: nothing, if it fits.
 
     Args:

@@ -65,12 +65,16 @@ def _outline_errors(outline: Outline, where: str) -> Iterator[str]:
 
 def _errors(program: StoredProgram, where: str) -> Iterator[str]:
     yield from _repeated((bucket.name for bucket in program.buckets), f"{where}.buckets")
-    known = {(member.kind, member.fqn) for member in program.outline.members}
+    known = dict.fromkeys((member.kind, member.fqn) for member in program.outline.members)
     for number, bucket in enumerate(program.buckets):
         for fqn in bucket.members:
             if (bucket.kind, fqn) not in known:
                 want = f"members of kind {bucket.kind!r} of the outline"
                 yield f"{where}.buckets[{number}].members: got {fqn!r}, want {want}"
+    bucketed = Counter((bucket.kind, fqn) for bucket in program.buckets for fqn in bucket.members)
+    for kind, fqn in known:
+        if bucketed[kind, fqn] != 1:
+            yield f"{where}.buckets: got {fqn!r} in {bucketed[kind, fqn]} of kind {kind!r}, want it in one"
     position = {op.name: number for number, op in enumerate(program.outline.ops)} | {END: len(program.outline.ops)}
     names = {bucket.name for bucket in program.buckets}
     for number, step in enumerate(program.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +13,180 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.plan_file import plan_text
 from graphshard.testing import WorkerPool
 
+SMALL: dict[str, Any] = {"backend": "aot_eager"}
 
-def compiled(model: nn.Module | None = None, **options: Any) -> nn.Module:
+
+def decoder(path: str = "", **options: Any) -> tuple[nn.Module, tuple[Tensor]]:
+    return _compiled(lambda: models.Decoder(layers=1), path, options), models.tokens(0, dist.get_rank())
+
+
+def mlps(path: str = "", **options: Any) -> tuple[nn.Module, tuple[Tensor]]:
+    return _compiled(lambda: models.mlps(2), path, options), models.features(0, dist.get_rank())
+
+
+class Wider(models.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.DIM, 3 * models.DIM), nn.Linear(3 * models.DIM, models.DIM)
+
+
+class Renamed(models.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = self.up
+        del self.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.raised(x)))
+
+
+class Rewritten(models.Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.relu(self.up(x))))
+
+
+def of_blocks(block: type[nn.Module], path: str) -> tuple[nn.Module, tuple[Tensor]]:
+    model = _compiled(lambda: nn.Sequential(nn.LayerNorm(models.DIM), block(), block()), path, SMALL)
+    return model, models.features(0, dist.get_rank())
+
+
+def _compiled(build: Callable[[], nn.Module], path: str, options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    options.setdefault("backend", "aot_eager")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return graphshard.compile(models.Decoder(layers=2) if model is None else model, mesh, **options)
+    return graphshard.compile(build(), mesh, **options | ({"plan": path} if path else {}))
 
 
-def step(model: nn.Module, index: int = 0) -> list[Tensor]:
+def step(model: nn.Module, inputs: tuple[Tensor]) -> list[Tensor]:
     """Loss, then gradients of this rank's shards."""
-    loss = model(*models.tokens(index, dist.get_rank())).square().mean()
+    loss = model(*inputs).square().mean()
     loss.backward()
     return [loss.detach(), *(parameter.grad.to_local().clone() for parameter in model.parameters())]
 
 
-def graphs(model: nn.Module) -> list[tuple[str, str]]:
-    return [(program.direction, program.ir) for program in graphshard.report(model).programs]
-
-
-def saved(path: str, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = compiled(models.Decoder(layers=2), **options)
-    model.values = step(model)
+def save(model: nn.Module, path: str) -> bytes:
+    dist.barrier()  # others have read what was there
     graphshard.save_plan(model, path)
-    dist.barrier()  # others read what rank 0 has written
-    return model
+    dist.barrier()
+    return Path(path).read_bytes()
 
 
-def replays(path: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    first = saved(path, **options)
-    torch.manual_seed(0)
-    second = compiled(models.Decoder(layers=2), **options | {"plan": path})
-    values = step(second)
-    assert graphs(second) == graphs(first)
-    assert [program.decision.plan for program in graphshard.report(second).programs if program.decision] == [
-        program.decision.plan for program in graphshard.report(first).programs if program.decision
+def replays(build: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
+    model, inputs = build(**options)
+    values, content = step(model, inputs), save(model, path)
+    again, inputs = build(path, **options)
+    for a, b in zip(step(again, inputs), values, strict=True):
+        assert torch.equal(a, b)
+    first, second = graphshard.report(model), graphshard.report(again)
+    assert [(p.direction, p.flags, p.ir) for p in second.programs] == [
+        (p.direction, p.flags, p.ir) for p in first.programs
     ]
-    assert all(torch.equal(a, b) for a, b in zip(values, first.values, strict=True))
-    assert graphshard.report(second).notes == []
-    written = Path(path).read_bytes()
-    dist.barrier()
-    graphshard.save_plan(second, path)
-    dist.barrier()
-    assert Path(path).read_bytes() == written
+    assert [p.decision for p in second.programs] == [p.decision for p in first.programs]
+    assert second.notes == []
+    assert save(again, path) == content
 
 
-@pytest.mark.parametrize("options", [{}, {"plan": "fsdp2"}, {"backend": "inductor"}, {"regions": "unit"}], ids=str)
-def test_replay_gives_the_same_graphs_and_bits(two_ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    two_ranks.run(replays, str(tmp_path / "plan.json"), options)
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (decoder, SMALL),
+        (mlps, SMALL | {"plan": "fsdp2"}),
+        (mlps, SMALL | {"regions": "unit"}),
+        (mlps, SMALL | {"strategy": "replicate"}),
+        (mlps, {"backend": "inductor"}),
+    ],
+    ids=["decoder", "fsdp2", "unit", "replicate", "inductor"],
+)
+def test_replay_gives_the_same_graphs_and_bits(
+    two_ranks: WorkerPool, tmp_path: Path, build: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    two_ranks.run(replays, build, str(tmp_path / "plan.json"), options, timeout_s=280.0)
+
+
+def stays_valid(path: str) -> None:
+    model, inputs = mlps(**SMALL, hardware="cpu-gloo")
+    step(model, inputs)
+    save(model, path)
+    again, inputs = mlps(path, **SMALL, hardware="h100")
+    step(again, inputs)
+    first, second = graphshard.report(model).programs, graphshard.report(again).programs
+    assert [p.ir for p in first] == [p.ir for p in second]
+    # As if costs had joined other nodes to ops.
+    assert [p.decision.problem.ops for p in first] == [p.decision.problem.ops for p in second]
+
+
+def test_plan_fits_when_only_costs_change(two_ranks: WorkerPool, tmp_path: Path) -> None:
+    two_ranks.run(stays_valid, str(tmp_path / "plan.json"))
+
+
+def plans_what_is_missing(path: str) -> None:
+    model, inputs = mlps(**SMALL)
+    step(model, inputs)
+    save(model, path)
+    content = json.loads(Path(path).read_text())
+    content["programs"] = [p for p in content["programs"] if p["outline"]["direction"] == "forward"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(content))
+    dist.barrier()
+    again, inputs = mlps(path, **SMALL)
+    for index in range(2):
+        step(again, inputs)
+        assert len(graphshard.report(again).notes) == 1, index
+    flags = next(p.flags for p in graphshard.report(again).programs if p.direction == "backward")
+    assert graphshard.report(again).notes == [
+        f"plan file {path}: has no plan for region 0 backward [{flags}], which is planned as by plan='auto'"
+    ]
+    assert [p.ir for p in graphshard.report(again).programs] == [p.ir for p in graphshard.report(model).programs]
+
+
+def test_program_that_the_file_lacks_is_planned_and_noted_once(two_ranks: WorkerPool, tmp_path: Path) -> None:
+    two_ranks.run(plans_what_is_missing, str(tmp_path / "plan.json"))
+
+
+def refuses(path: str, changed: str) -> str:
+    model, inputs = mlps(**SMALL)
+    step(model, inputs)
+    save(model, path)
+    if changed == "precision":
+        stale, inputs = mlps(path, **SMALL, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    else:
+        stale, inputs = of_blocks({"width": Wider, "name": Renamed, "graph": Rewritten}[changed], path)
+    with pytest.raises(graphshard.PlanMismatch) as caught:
+        step(stale, inputs)
+    assert all(program.decision is None for program in graphshard.report(stale).programs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("changed", ["width", "name", "graph", "precision"])
+def test_stale_file_is_refused_on_every_rank(two_ranks: WorkerPool, tmp_path: Path, changed: str) -> None:
+    path = tmp_path / "plan.json"
+    first, second = two_ranks.run(refuses, str(path), changed)
+    assert first == second
+    print(first)
+
+
+def refuses_edited(path: str) -> str:
+    model, inputs = mlps(**SMALL)
+    step(model, inputs)
+    save(model, path)
+    content = json.loads(Path(path).read_text())
+    content["programs"][0]["buckets"][0]["members"].pop()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(content))
+    dist.barrier()
+    with pytest.raises(ValueError) as caught:
+        mlps(path, **SMALL)
+    return str(caught.value)
+
+
+def test_edited_bucket_is_refused_on_every_rank(two_ranks: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    first, second = two_ranks.run(refuses_edited, str(path))
+    assert first == second
+    print(first)
