@@ -86,14 +86,14 @@ def _described(plan: Plan) -> str:
     budget = "FSDP2's memory" if plan.budget_bytes is None else f"{plan.budget_bytes:,} bytes"
     return (
         f"mode {plan.mode}, at most {budget}, for {plan.hardware.name} ({plan.hardware.fingerprint}); "
-        f"graphshard {plan.graphshard}, torch {plan.torch}; {len(plan.programs)} programs"
+        f"graphshard {plan.graphshard}, torch {plan.torch}; programs: {len(plan.programs)}"
     )
 
 
 def _summary(program: StoredProgram) -> str:
     predicted = program.predicted
     return (
-        f"{program.name}, {program.chosen}, {program.outline_hash}\n"
+        f"{program.name}: {program.chosen}, outline {program.outline_hash}\n"
         f"  {predicted.step_us:,.1f} us, of which {predicted.exposed_us:,.1f} us exposed; at least "
         f"{predicted.lower_bound_us:,.1f} us; {predicted.peak_bytes:,} of {program.budget_bytes:,} bytes\n"
     )
@@ -127,7 +127,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.model is None:
         plan = load_plan(options.file)
         sys.stdout.write(
-            f"{options.file}: sound; {len(plan.programs)} programs. --model says whether it fits a model\n"
+            f"{options.file}: sound; programs: {len(plan.programs)}. --model says whether it fits a model\n"
         )
         return 0
     scale = importlib.import_module(_SCALE)

@@ -49,11 +49,6 @@ INDUCTOR_PATCHES: dict[str, Any] = {
 _RESHARD_REGION_ID = 10**6
 
 
-def backend_error(error: BackendCompilerFailed, kinds: tuple[type[Exception], ...]) -> Exception:
-    """What a backend raised, if it is one of `kinds`, or Dynamo's error around it."""
-    return error.inner_exception if isinstance(error.inner_exception, kinds) else error
-
-
 def check_torch_version() -> None:
     """Raises:
     RuntimeError: if the installed torch is not one that graphshard supports.

@@ -18,7 +18,6 @@ from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
     BackendCompilerFailed,
-    backend_error,
     backward_id,
     call_at_end_of_backward,
     dispatch_mode_active,
@@ -260,7 +259,9 @@ class Engine:
         try:
             return entry(module, args, kwargs)
         except BackendCompilerFailed as error:
-            raise backend_error(error, (PlanMismatch, BudgetTooSmall)) from None
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall)):
+                raise error.inner_exception from None
+            raise
 
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from graphshard.plan import END, PlannedBucket
 from graphshard.plan_file.contents import Plan, StoredProgram, StoredStep
-from graphshard.plan_file.outline import MemberOutline, OpOutline, Outline
+from graphshard.plan_file.outline import MemberOutline, OpOutline, Outline, OwnOutline
 
 _SHOWN = 3
 _SIZES = ("wire_bytes", "full_bytes", "shard_bytes", "copied_bytes")
@@ -89,6 +89,8 @@ def _versus(old: object, new: object, sides: tuple[str, str]) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, OwnOutline):
+        return f"{value.name} (group {value.group}, launch {value.launch}, wait {value.wait})"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None or value == "" else str(value)

@@ -173,9 +173,9 @@ def stored_program(
         decision.choice.name,
         decision.budget_bytes,
         Prediction(
-            round(simulation.step_us, _DIGITS),
-            round(decision.choice.lower_bound_us, _DIGITS),
-            round(simulation.exposed_us, _DIGITS),
+            round(float(simulation.step_us), _DIGITS),
+            round(float(decision.choice.lower_bound_us), _DIGITS),
+            round(float(simulation.exposed_us), _DIGITS),
             simulation.peak_bytes,
         ),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +80,13 @@ def backward_plan() -> Plan:
     return plan_of((0, "resident=1", backward(), fsdp2_schedule(backward())))
 
 
+def wrapped(lines: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
+
+
 # --- random ones
 
-NAMES = st.text("abc.é\"\\", min_size=1, max_size=6)
+NAMES = st.text('abc.é"\\', min_size=1, max_size=6)
 TIMES = st.floats(0.0, 1e6, allow_nan=False)
 NUM_BYTES = st.integers(0, 10**9)
 
@@ -96,17 +102,18 @@ def problems(draw: st.DrawFn) -> Problem:
 
     keys = [transfer() for _ in range(2)]
     gathers = []
+    ready = draw(st.integers(0, end - 1))  # before any is used: the schedules here merge any of one unit
     for fqn in draw(st.lists(NAMES, max_size=5, unique=True)):
-        key, first_use = draw(st.integers(0, 1)), draw(st.integers(0, end - 1))
-        ready, last_use = draw(st.integers(0, first_use)), draw(st.integers(first_use, end))
+        key, first_use = draw(st.integers(0, 1)), draw(st.integers(ready, end - 1))
+        last_use = draw(st.integers(first_use, end))
         found = gather(fqn, first_use, draw(NUM_BYTES), key=key, ready=ready, last_use=last_use, transfer=keys[key])
         gathers.append(replace(found, alone_out_bytes=draw(NUM_BYTES), copy_in_us=draw(TIMES)))
-    reductions = []
+    reductions: list[Reduction] = []
     then = transfer() if draw(st.booleans()) else None
     for fqn in draw(st.lists(NAMES, max_size=5, unique=True)):
         key = draw(st.integers(0, 1))
-        found = reduction(fqn, draw(st.integers(0, end)), draw(NUM_BYTES), key=2 + key, transfer=keys[key], then=then)
-        reductions.append(found)
+        moved = {"key": 2 + key, "transfer": keys[key], "then": then}
+        reductions.append(reduction(fqn, draw(st.integers(0, end)), draw(NUM_BYTES), **moved))
     return Problem(
         draw(st.sampled_from(["forward", "backward", "inference"])),
         tuple(ops),
