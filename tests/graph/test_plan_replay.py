@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
-from graphs import toy_forward, toy_weights
+from graphs import GraphBuilder, Marked, Weight, toy_forward, toy_weights
 from hypothesis import given
 from plans import RANKS, backward, backward_plan, decided, gather, plan_of, plans, problems, reduction, wrapped
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.extraction import Scene, extract_problem
+from graphshard.ir import aten
 from graphshard.plan_file import (
     Plan,
     PlanMismatch,
@@ -86,20 +87,37 @@ def test_replay_tells_programs_of_one_name_apart_by_hash() -> None:
         replay(plan, asked(backward(gathers=(gather("blocks.8.weight", 0),))), "a plan")
 
 
+def of_two_ranks(group: str) -> GroupShape:
+    return GroupShape(2, 1)
+
+
+def sines() -> Marked:
+    """Two products, of gathered weights, with small operators behind them."""
+    build = GraphBuilder()
+    weights = [Weight(f"blocks.{i}.weight", (6, 6)) for i in range(2)]
+    hidden = build.input("x", [4, 6])
+    for weight in weights:
+        build.shard(weight)
+    for weight in weights:
+        hidden = build.call(aten.mm.default, hidden, build.unshard(weight))
+        for _ in range(3):
+            hidden = build.call(aten.sin.default, hidden)
+    return build.finish(hidden)
+
+
 def test_plan_fits_when_only_costs_change() -> None:
-    marked = toy_forward(toy_weights(4))
-    fast, slow = (
-        Scene(CostModel(replace(HARDWARE["h100"], matmul_tflops={"float32": tflops})), lambda group: GroupShape(2, 1))
-        for tflops in (50.0, 1e-6)
-    )
-    first = Planning(fast)
+    marked = sines()
+    h100 = HARDWARE["h100"]
+    slow = replace(h100, matmul_tflops={"float32": 1e-6}, kernel_us=1e-3)
+    scenes = [Scene(CostModel(hardware, fused=False), of_two_ranks) for hardware in (h100, slow)]
+    first = Planning(scenes[0])
     named = first(marked.graph, marked.ctx)
     decision = first.take()
     assert decision is not None
-    assert extract_problem(marked.graph, marked.ctx, slow).ops != decision.problem.ops  # other nodes are joined
+    assert extract_problem(marked.graph, marked.ctx, scenes[1]).ops != decision.problem.ops  # other nodes are joined
     stored = stored_program(0, "default", decision, outline_of(decision.problem, first.ranks_of))
     plan = replace(backward_plan(), programs=(stored,))
-    second, notes = Planning(slow, "auto", None, plan, "a plan"), list[str]()
+    second, notes = Planning(scenes[1], "auto", None, plan, "a plan"), list[str]()
     assert second(marked.graph, marked.ctx, (0, "default"), notes.append) == named
     again = second.take()
     assert again is not None
@@ -110,7 +128,7 @@ def test_plan_fits_when_only_costs_change() -> None:
 
 def test_programs_without_a_plan_are_planned_and_noted() -> None:
     marked = toy_forward(toy_weights(2))
-    scene = Scene(CostModel(HARDWARE["h100"]), lambda group: GroupShape(2, 1))
+    scene = Scene(CostModel(HARDWARE["h100"]), of_two_ranks)
     planned, notes = Planning(scene), list[str]()
     replaying = Planning(scene, "auto", None, backward_plan(), "plan file a.json")
     assert replaying(marked.graph, marked.ctx, (0, "default"), notes.append) == planned(marked.graph, marked.ctx)
