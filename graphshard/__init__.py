@@ -2,6 +2,7 @@
 
 from graphshard.api import compile, eager, report, save_plan, weight_backward
 from graphshard.errors import UnsupportedModel, VerifyError
+from graphshard.explaining import explain, measure
 from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.units import find_units
 from graphshard.version import __version__ as __version__
@@ -13,8 +14,10 @@ __all__ = [
     "VerifyError",
     "compile",
     "eager",
+    "explain",
     "find_units",
     "load_plan",
+    "measure",
     "report",
     "save_plan",
     "weight_backward",

@@ -75,8 +75,8 @@ def _show(options: argparse.Namespace) -> int:
     sys.stdout.write(f"{options.file}: {_described(plan)}\n")
     for program in plan.programs:
         sys.stdout.write(f"\n{_summary(program)}")
-        if program.kept:
-            sys.stdout.write(f"  kept gathered: {', '.join(program.kept)}\n")
+        if program.kept is not None:
+            sys.stdout.write(f"  stay gathered: {', '.join(unit or 'root' for unit in program.kept) or 'none'}\n")
         columns = ("bucket", ">parameters", ">bytes", "launch", "wait", "finish")
         write_table(sys.stdout, columns, _rows(program))
     return 0

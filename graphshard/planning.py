@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
@@ -24,7 +24,9 @@ from graphshard.planner import (
     Problem,
     Schedule,
     best_schedule,
+    choose_kept,
     fsdp2_schedule,
+    kept_problems,
     lower_bound_us,
     simulate,
 )
@@ -32,12 +34,14 @@ from graphshard.planner import (
 
 @dataclass
 class Planning:
-    """Plans every program of one model.
+    """How the programs of one model are planned.
 
     Attributes:
         scene: machine and process groups.
         mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
-        budget_bytes: most that a program may allocate; None: what FSDP2's schedule of it does.
+        budget_bytes: most that a program may allocate; None: what FSDP2's schedule does.
+        keeps: whether it also decides which units stay gathered from forward to backward.
+        backward: the backward graph that was partitioned last, until its forward graph has been planned.
         stored: plans that are replayed; what has none there is planned.
         stored_in: says where these are from.
     """
@@ -45,71 +49,109 @@ class Planning:
     scene: Scene
     mode: str = "auto"
     budget_bytes: int | None = None
+    keeps: bool = False
+    backward: GraphModule | None = None
     stored: Plan | None = None
     stored_in: str = ""
-    _latest: Decision | None = None
 
     @property
     def fingerprint(self) -> str:
         """A short name of all that shapes a plan besides the graph."""
         digest = "" if self.stored is None else f"-{plan_digest(self.stored)}"
-        return f"{self.mode}-{self.budget_bytes}-{self.scene.cost.fingerprint}{digest}"
+        return f"{self.mode}-{self.budget_bytes}-{self.keeps}-{self.scene.cost.fingerprint}{digest}"
 
-    def take(self) -> Decision | None:
-        """What was decided since the last call."""
-        latest, self._latest = self._latest, None
-        return latest
+    def take_backward(self) -> GraphModule | None:
+        """`backward`, once."""
+        backward, self.backward = self.backward, None
+        return backward
 
-    def __call__(
-        self,
-        graph: Graph,
-        ctx: PassContext,
-        program: tuple[int, str] = (0, "default"),
-        note: Callable[[str], None] = lambda line: None,
-    ) -> ProgramPlan | None:
-        """The plan of one marked graph; None: there is nothing to plan, or users have chosen what is prefetched.
+    def ranks_of(self, group: str) -> int:
+        """Number of ranks of a process group, by its name."""
+        return self.scene.group_shape(group).ranks
+
+
+class RegionPlanning:
+    """Plans the programs of one region.
+
+    Args:
+        planning: of the model.
+        number: of the region.
+        note: is told what the user should know.
+
+    Attributes:
+        latest: what was decided last, None if nothing was.
+    """
+
+    def __init__(self, planning: Planning, number: int = 0, note: Callable[[str], None] = lambda line: None) -> None:
+        self._planning = planning
+        self._number = number
+        self._note = note
+        self._kept: frozenset[str] | None = None
+        self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self.latest: Decision | None = None
+
+    def __call__(self, graph: Graph, ctx: PassContext, flags: str = "default") -> ProgramPlan | None:
+        """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
 
         Args:
             graph: to plan.
             ctx: its parameters and flags.
-            program: number of its region, and the text of its flags, by which a stored plan is found.
-            note: is told what the user should know.
+            flags: their text, by which a stored plan is found.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
             PlanMismatch: the stored plan of that name is for another graph.
         """
-        name = program_name(program[0], ctx.direction, program[1])
+        planning, name = self._planning, program_name(self._number, ctx.direction, flags)
+        self.latest = None
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
-            if self.stored is not None:
-                note(f"{self.stored_in}: not used for {name}, whose units say what they prefetch")
-            return None
-        if self.stored is not None:
-            extract = partial(extract_problem, graph, ctx, self.scene)
-            named = ProgramProblem(program[0], ctx.direction, program[1], extract, self.ranks_of)
-            self._latest = replay(self.stored, named, self.stored_in, self.budget_bytes)
-            if self._latest is not None:
-                return self._latest.plan if self.mode == "auto" else None
-        problem = extract_problem(graph, ctx, self.scene)
+            if planning.stored is not None:
+                self._note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
+            return None  # users have chosen
+        if planning.stored is not None:
+            extract = partial(extract_problem, graph, ctx, planning.scene)
+            fqns = frozenset(param.fqn for param in ctx.params.values())
+            named = ProgramProblem(self._number, ctx.direction, flags, extract, planning.ranks_of, fqns)
+            self.latest = replay(planning.stored, named, planning.stored_in, planning.budget_bytes)
+            if self.latest is not None:
+                return self.latest.plan if planning.mode == "auto" else None
+        problem = extract_problem(graph, ctx, planning.scene)
         if not problem.gathers and not problem.reductions:
             return None
-        if self.stored is not None:
-            note(f"{self.stored_in}: has no plan for {name}, which is planned as by plan={self.mode!r}")
-        if self.mode == "fsdp2":
-            schedule = fsdp2_schedule(problem)
-            simulation = simulate(problem, schedule)
-            choice = Choice(schedule, simulation, lower_bound_us(problem), "fsdp2", ())
-            budget_bytes = simulation.peak_bytes
+        if planning.stored is not None:
+            self._note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
+        fsdp2 = simulate(problem, fsdp2_schedule(problem))
+        budget_bytes = self._planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
+        if self._planning.mode == "fsdp2":
+            choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
-            choice = best_schedule(problem, self.budget_bytes)
-            budget_bytes = self.budget_bytes or next(peak for name, _, peak in choice.rivals if name == "fsdp2")
+            choice = best_schedule(problem, budget_bytes)
         plan = named_plan(problem, choice.schedule)
-        self._latest = Decision(problem, choice, plan, budget_bytes)
-        return plan if self.mode == "auto" else None
+        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
+        self.latest = Decision(problem, choice, plan, budget_bytes, kept)
+        return plan if self._planning.mode == "auto" else None
 
-    def ranks_of(self, group: str) -> int:
-        """Number of ranks of a process group, by its name."""
-        return self.scene.group_shape(group).ranks
+    def keep_units(
+        self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
+    ) -> frozenset[str] | None:
+        """Names of the units that stay gathered from forward to backward; None: FSDP2's flags say.
+
+        Args:
+            forward: marked graph, and its context.
+            backward: the same.
+            by_default: units that stay in FSDP2.
+        """
+        if self._planning.mode == "fsdp2":
+            return None
+        ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
+        as_in_fsdp2 = kept_problems(ahead, back, by_default)
+        self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
+        stored = None if self._planning.stored is None else self._planning.stored.find_forward(self._number)
+        if stored is not None:
+            self._kept = None if stored.kept is None else frozenset(stored.kept)
+        elif self._planning.keeps:
+            self._kept = choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
+        return self._kept
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
@@ -138,6 +180,7 @@ def make_planning(
     hardware: str | None,
     device_type: str,
     fused: bool,
+    keeps: bool,
 ) -> Planning:
     """What `graphshard.compile` plans with.
 
@@ -148,6 +191,7 @@ def make_planning(
         hardware: name of a row of the hardware table, or path of a calibration; None: found by the device.
         device_type: that the model runs on.
         fused: whether Inductor compiles the programs.
+        keeps: whether the planner decides which units stay gathered.
 
     Raises:
         TypeError: `memory_budget` is no number.
@@ -157,14 +201,14 @@ def make_planning(
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
     scene = Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node))
     if isinstance(plan, str) and plan in PLANS:
-        return Planning(scene, plan, budget_bytes)
+        return Planning(scene, plan, budget_bytes, keeps)
     if isinstance(plan, Plan):
         stored, stored_in = plan, "compile: plan"
     else:
         stored, stored_in = load_plan(plan), f"plan file {os.fspath(plan)}"
     if budget_bytes is None:
         budget_bytes = stored.budget_bytes
-    return Planning(scene, stored.mode, budget_bytes, stored, stored_in)
+    return Planning(scene, stored.mode, budget_bytes, keeps, stored=stored, stored_in=stored_in)
 
 
 def detect_hardware(device_type: str) -> str:

@@ -38,7 +38,7 @@ def outline_changes(old: Outline, new: Outline, sides: tuple[str, str]) -> list[
     if found or old == new:
         return found
     return [*_place_changes(_members(old), _members(new), sides)] or [
-        f"order of parameters: {_versus(_listed(list(_members(old))), _listed(list(_members(new))), sides)}"
+        f"order of parameters: {_versus(listed(list(_members(old))), listed(list(_members(new))), sides)}"
     ]
 
 
@@ -52,19 +52,19 @@ def _member_changes(
     for mine, others, side in ((old, new, sides[0]), (new, old, sides[1])):
         known = {member.fqn for member in others.values()}
         if lacking := list(dict.fromkeys(member.fqn for member in mine.values() if member.fqn not in known)):
-            yield f"parameters only {side}: {_listed(lacking)}"
+            yield f"parameters only {side}: {listed(lacking)}"
         if partly := [name for name, member in mine.items() if name not in others and member.fqn in known]:
-            yield f"only {side}: {_listed(partly)}"
+            yield f"only {side}: {listed(partly)}"
     for title, names in (("sizes", _SIZES), ("units", ("unit",))):
         if changed := [*_field_changes(old, new, names, sides)]:
-            yield f"{title}: {_listed(changed)}"
+            yield f"{title}: {listed(changed)}"
 
 
 def _place_changes(
     old: dict[str, MemberOutline], new: dict[str, MemberOutline], sides: tuple[str, str]
 ) -> Iterator[str]:
     if changed := [*_field_changes(old, new, _PLACES, sides)]:
-        yield f"places: {_listed(changed)}"
+        yield f"places: {listed(changed)}"
 
 
 def _field_changes(
@@ -79,7 +79,8 @@ def _field_changes(
                 yield f"{title} has {name} {versus}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are more."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -145,7 +146,7 @@ def _program_changes(old: StoredProgram, new: StoredProgram, sides: tuple[str, s
     for mine, others, side in ((before, after, sides[0]), (after, before, sides[1])):
         for name, bucket in mine.items():
             if name not in others:
-                yield f"bucket {name}: only {side}: {_listed(bucket.members)}"
+                yield f"bucket {name}: only {side}: {listed(bucket.members)}"
     for name, bucket in before.items():
         if name in after and after[name] != bucket:
             yield f"bucket {name}: {_versus(_size(bucket), _size(after[name]), sides)}"
@@ -154,7 +155,7 @@ def _program_changes(old: StoredProgram, new: StoredProgram, sides: tuple[str, s
                     yield f"bucket {name}: first member that differs: number {number} is {_versus(a, b, sides)}"
                     break
     if list(before) != list(after) and set(before) == set(after):
-        yield f"order of buckets: {_versus(_listed([*before]), _listed([*after]), sides)}"
+        yield f"order of buckets: {_versus(listed([*before]), listed([*after]), sides)}"
     places, now = ({(step.bucket, step.step): step for step in program.steps} for program in (old, new))
     moved = [key for key in places if key in now and places[key] != now[key]]
     for key in moved:
@@ -164,13 +165,19 @@ def _program_changes(old: StoredProgram, new: StoredProgram, sides: tuple[str, s
         old_first, new_first = next((a, b) for a, b in zip_longest(*common) if a != b)
         named = _versus(f"{old_first[1]} of {old_first[0]}", f"{new_first[1]} of {new_first[0]}", sides)
         yield f"order of steps: first {named}"
-    for name in ("kept", "chosen", "budget_bytes"):
+    if old.kept != new.kept:
+        yield f"kept: {_versus(_units(old.kept), _units(new.kept), sides)}"
+    for name in ("chosen", "budget_bytes"):
         if getattr(old, name) != getattr(new, name):
             yield f"{name}: {_versus(getattr(old, name), getattr(new, name), sides)}"
     for entry in fields(old.predicted):
         got = [getattr(program.predicted, entry.name) for program in (old, new)]
         if got[0] != got[1]:
             yield f"predicted {entry.name}: {_versus(got[0], got[1], sides)}"
+
+
+def _units(kept: tuple[str, ...] | None) -> str:
+    return "FSDP2's" if kept is None else ", ".join(unit or "root" for unit in kept)
 
 
 def _size(bucket: PlannedBucket) -> str:

@@ -53,7 +53,7 @@ class StoredProgram:
         outline_hash: its hash.
         buckets: in order of launch.
         steps: everything that happens to them, in program order.
-        kept: units whose parameters stay gathered.
+        kept: of a forward: units that stay gathered until their backward; None: FSDP2's flags say.
         chosen: ``"search"``, or the rival that won.
         budget_bytes: most that the program may allocate.
         predicted: by the simulator.
@@ -65,7 +65,7 @@ class StoredProgram:
     outline_hash: str
     buckets: tuple[PlannedBucket, ...]
     steps: tuple[StoredStep, ...]
-    kept: tuple[str, ...]
+    kept: tuple[str, ...] | None
     chosen: str
     budget_bytes: int
     predicted: Prediction
@@ -137,6 +137,11 @@ class Plan:
             if (program.region, program.outline.direction, program.flags) == (region, direction, flags)
         )
 
+    def find_forward(self, region: int) -> StoredProgram | None:
+        """A forward of a region; all of one region keep the same units gathered."""
+        forwards = (p for p in self.programs if (p.region, p.outline.direction) == (region, "forward"))
+        return next(forwards, None)
+
 
 def program_name(region: int, direction: str, flags: str) -> str:
     """``region 0 forward [kept=3]``."""
@@ -148,9 +153,7 @@ def program_flags(flags: str, model: str) -> str:
     return flags.replace(f"{model}:", "")
 
 
-def stored_program(
-    region: int, flags: str, decision: Decision, outline: Outline, kept: tuple[str, ...] = ()
-) -> StoredProgram:
+def stored_program(region: int, flags: str, decision: Decision, outline: Outline) -> StoredProgram:
     """What a file holds of a decision.
 
     Args:
@@ -158,7 +161,6 @@ def stored_program(
         flags: the run-time state that it serves.
         decision: of the planner.
         outline: of its problem.
-        kept: units whose parameters stay gathered.
     """
     position = {op.name: number for number, op in enumerate(outline.ops)} | {END: len(outline.ops)}
     simulation = decision.choice.simulation
@@ -169,7 +171,7 @@ def stored_program(
         outline_hash(outline),
         decision.plan.buckets,
         tuple(StoredStep(s.before, position[s.before], s.step, s.bucket) for s in decision.plan.steps),
-        kept,
+        decision.kept,
         decision.choice.name,
         decision.budget_bytes,
         Prediction(

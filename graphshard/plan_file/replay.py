@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphshard.plan import Decision
-from graphshard.plan_file.changes import outline_changes
+from graphshard.plan_file.changes import listed, outline_changes
 from graphshard.plan_file.contents import Plan, StoredProgram, program_name
 from graphshard.plan_file.outline import Outline, outline_of
 from graphshard.plan_file.text import load_plan
@@ -40,6 +40,7 @@ class ProgramProblem:
         extract: its problem. Takes names of ops to begin, None for those that costs say: which nodes make one op is a
             matter of their times, and a plan must fit on every machine.
         ranks_of: number of ranks of a process group, by its name.
+        fqns: of all its parameters, those that are gathered already included.
     """
 
     region: int
@@ -47,10 +48,11 @@ class ProgramProblem:
     flags: str
     extract: Callable[[frozenset[str] | None], Problem]
     ranks_of: Callable[[str], int]
+    fqns: frozenset[str]
 
 
 def replay(plan: Plan, program: ProgramProblem, where: str, budget_bytes: int | None = None) -> Decision | None:
-    """What `plan` decides for `program`; None: it has no plan of that name.
+    """What `plan` decides for `program`; None: it has no plan of that name, but may be of the same model.
 
     Args:
         plan: of a file.
@@ -63,6 +65,7 @@ def replay(plan: Plan, program: ProgramProblem, where: str, budget_bytes: int | 
     """
     candidates = plan.find(program.region, program.direction, program.flags)
     if not candidates:
+        _check_known(plan, program, where)
         return None
     extracted = [(stored, *_extracted(stored, program)) for stored in candidates]
     for stored, problem, outline in extracted:
@@ -72,6 +75,33 @@ def replay(plan: Plan, program: ProgramProblem, where: str, budget_bytes: int | 
     stored, _, outline = max(extracted, key=lambda entry: len({*entry[0].outline.members} & {*entry[2].members}))
     changes = "; ".join(outline_changes(stored.outline, outline, _SIDES))
     raise _mismatch(where, stored, f"the program is not the one that was planned: {changes}", plan)
+
+
+def _check_known(plan: Plan, program: ProgramProblem, where: str) -> None:
+    """Raises:
+    PlanMismatch: the parameters of `program` are not those of its region in the file, whatever the flags.
+    """
+    region = [stored for stored in plan.programs if stored.region == program.region]
+    own = [stored for stored in region if stored.outline.direction == program.direction]
+    known = {(member.kind, member.fqn): member.wire_bytes for stored in region for member in stored.outline.members}
+    planned = {_parameter(fqn) for _, fqn in known}
+    if not own or planned.isdisjoint(program.fqns):  # another one of the equal blocks that share a region
+        return
+    moved = outline_of(program.extract(None), program.ranks_of).members
+    changes = {
+        "parameters only in the file": min(
+            (sorted({_parameter(m.fqn) for m in stored.outline.members} - program.fqns) for stored in own), key=len
+        ),
+        "parameters only in the model": sorted({_parameter(m.fqn) for m in moved} - planned),
+        "parameters of other sizes": [m.fqn for m in moved if known.get((m.kind, m.fqn), m.wire_bytes) != m.wire_bytes],
+    }
+    if said := [f"{what}: {listed(names)}" for what, names in changes.items() if names]:
+        raise _mismatch(where, own[0], f"the model is not the one that was planned: {'; '.join(said)}", plan)
+
+
+def _parameter(member: str) -> str:
+    """The FQN of a member, which may be one of several of one parameter."""
+    return member.partition("#")[0]
 
 
 def _extracted(stored: StoredProgram, program: ProgramProblem) -> tuple[Problem, Outline]:
@@ -102,7 +132,7 @@ def _decision(plan: Plan, stored: StoredProgram, problem: Problem, where: str, b
         stored.chosen,
         tuple((name, rival.step_us, rival.peak_bytes) for name, rival in rivals.items()),
     )
-    return Decision(problem, choice, stored.plan, stored.budget_bytes)
+    return Decision(problem, choice, stored.plan, stored.budget_bytes, stored.kept)
 
 
 def _mismatch(where: str, stored: StoredProgram, what: str, plan: Plan) -> PlanMismatch:

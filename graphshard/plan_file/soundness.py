@@ -37,9 +37,22 @@ def check_sound(plan: Plan) -> None:
         got, want = program.outline_hash, outline_hash(program.outline)
         if got != want:
             raise ValueError(f"{where}.outline_hash: got {got!r}, want {want!r}, the hash of its outline")
+        _check_kept(plan, program, where)
     names = [(p.region, p.outline.direction, p.flags, p.outline_hash) for p in plan.programs]
     if names != sorted(set(names)):
         raise ValueError("programs: want each once, by region, direction, flags and hash")
+
+
+def _check_kept(plan: Plan, program: StoredProgram, where: str) -> None:
+    """Which units stay gathered is decided once for a region, from a forward to its backward."""
+    first = plan.find_forward(program.region) if program.outline.direction == "forward" else None
+    want = None if first is None else first.kept
+    if program.kept != want:
+        as_first = "null, as it is no forward" if first is None else f"{want}, as the first forward of the region"
+        raise ValueError(f"{where}.kept: got {program.kept}, want {as_first}")
+    units = {member.unit for member in program.outline.members}
+    if unknown := sorted(set(program.kept or ()) - units):
+        raise ValueError(f"{where}.kept: got {unknown[0]!r}, want units of the outline's members")
 
 
 def _outline_errors(outline: Outline, where: str) -> Iterator[str]:

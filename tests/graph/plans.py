@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from graphshard.plan import Decision
@@ -28,6 +29,8 @@ from graphshard.planner import (
 )
 from graphshard.planning import named_plan
 
+# The same examples in every run, and no limit on the time of one: a busy machine fails nothing.
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RANKS = {"shards": 4, "copies": 2, "": 1}
 
 
@@ -59,18 +62,23 @@ def backward(**changes: Any) -> Problem:
     return replace(made, **changes)
 
 
-def decided(problem: Problem, schedule: Schedule) -> Decision:
+def forward() -> Problem:
+    """The gathers alone."""
+    return backward(direction="forward", reductions=(), own=())
+
+
+def decided(problem: Problem, schedule: Schedule, kept: tuple[str, ...] | None = None) -> Decision:
     simulation = simulate(problem, schedule)
     choice = Choice(schedule, simulation, lower_bound_us(problem), "search", ())
-    return Decision(problem, choice, named_plan(problem, schedule), simulation.peak_bytes)
+    return Decision(problem, choice, named_plan(problem, schedule), simulation.peak_bytes, kept)
 
 
-def plan_of(*programs: tuple[int, str, Problem, Schedule], **changes: Any) -> Plan:
-    """The plan of programs: region, flags, problem and schedule of each."""
-    stored = [
-        stored_program(region, flags, decided(problem, schedule), outline_of(problem, RANKS.__getitem__))
-        for region, flags, problem, schedule in programs
-    ]
+def plan_of(*programs: tuple[int, str, Problem, Schedule], kept: tuple[str, ...] | None = None, **changes: Any) -> Plan:
+    """The plan of programs: region, flags, problem and schedule of each. `kept`: by the forwards."""
+    stored = []
+    for region, flags, problem, schedule in programs:
+        decision = decided(problem, schedule, kept if problem.direction == "forward" else None)
+        stored.append(stored_program(region, flags, decision, outline_of(problem, RANKS.__getitem__)))
     costs = Costs("h100", "0123456789abcdef")
     made = Plan(FORMAT, VERSION, "0.1.0", "2.13.0", costs, "auto", None, ordered_programs(stored))
     return replace(made, **changes)
@@ -141,6 +149,7 @@ def plans(draw: st.DrawFn) -> Plan:
         programs.append((draw(st.integers(0, 2)), flags, problem, draw(schedules(problem))))
     return plan_of(
         *programs,
+        kept=draw(st.sampled_from([None, ()])),
         mode=draw(st.sampled_from(["auto", "fsdp2"])),
         budget_bytes=draw(st.none() | NUM_BYTES),
     )

@@ -8,19 +8,19 @@ import json
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
-from plans import RANKS, backward, backward_plan, plan_of
+from plans import RANKS, backward, forward, plan_of
 
 from graphshard.cli import main
 from graphshard.cost import HARDWARE
 from graphshard.plan_file import Plan, ProgramProblem, write_plan
-from graphshard.planner import Problem, per_parameter_schedule
+from graphshard.planner import Problem, Schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.table_text import plain_table, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +29,15 @@ SCALE = "graphshard.scale.command"
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two plans of one program, in the working directory."""
+    """Two plans of a forward and its backward, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    write_plan(backward_plan(), "a.json")
-    write_plan(other_plan(), "b.json")
+    write_plan(plan(fsdp2_schedule, ()), "a.json")
+    write_plan(plan(per_parameter_schedule, ("blocks.1",)), "b.json")
     return tmp_path
 
 
-def other_plan() -> Plan:
-    plan = plan_of((0, "resident=1", backward(), per_parameter_schedule(backward())))
-    return replace(plan, programs=tuple(replace(program, kept=("blocks.1",)) for program in plan.programs))
+def plan(make: Callable[[Problem], Schedule], kept: tuple[str, ...]) -> Plan:
+    return plan_of(*((0, "default", problem, make(problem)) for problem in (backward(), forward())), kept=kept)
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -53,11 +52,10 @@ def test_show_prints_every_bucket(files: Path, capsys: pytest.CaptureFixture[str
     assert_expected_inline(
         out,
         """\
-b.json: mode auto, at most FSDP2's memory, for h100 (0123456789abcdef); graphshard 0.1.0, torch 2.13.0; programs: 1
+b.json: mode auto, at most FSDP2's memory, for h100 (0123456789abcdef); graphshard 0.1.0, torch 2.13.0; programs: 2
 
-region 0 backward [resident=1]: search, outline 897e43519f291d09
+region 0 backward [default]: search, outline 897e43519f291d09
   450.1 us, of which 225.1 us exposed; at least 327.6 us; 13,320 of 13,320 bytes
-  kept gathered: blocks.1
   bucket             parameters  bytes  launch  wait    finish
   gather:blocks.1             1  4,096  0 mm    0 mm
   gather:blocks.1#2           1     64  0 mm    0 mm
@@ -65,6 +63,14 @@ region 0 backward [resident=1]: search, outline 897e43519f291d09
   reduce:blocks.1#2           1     64  1 relu  1 relu
   gather:blocks.0             1  4,096  2 mm_1  2 mm_1
   reduce:blocks.0             1  4,096  end     end
+
+region 0 forward [default]: search, outline d31b4643066e75ea
+  337.6 us, of which 112.6 us exposed; at least 276.6 us; 10,096 of 10,096 bytes
+  stay gathered: blocks.1
+  bucket             parameters  bytes  launch  wait    finish
+  gather:blocks.1             1  4,096  0 mm    0 mm
+  gather:blocks.1#2           1     64  0 mm    0 mm
+  gather:blocks.0             1  4,096  2 mm_1  2 mm_1
 """,
     )
 
@@ -73,12 +79,13 @@ def test_diff_says_what_differs_by_its_status(files: Path, capsys: pytest.Captur
     assert ran(capsys, "plan", "diff", "a.json", "a.json") == (0, "", "")
     status, out, err = ran(capsys, "plan", "diff", "a.json", "b.json")
     assert (status, err) == (1, "")
-    assert out.startswith("region 0 backward [resident=1]:\n")
+    assert out.startswith("region 0 backward [default]:\n")
+    assert "\nregion 0 forward [default]:\n" in out
     assert "  kept: none in a.json and blocks.1 in b.json\n" in out
 
 
 def test_check_says_whether_a_file_is_sound(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sound = "a.json: sound; programs: 1. --model says whether it fits a model\n"
+    sound = "a.json: sound; programs: 2. --model says whether it fits a model\n"
     assert ran(capsys, "plan", "check", "a.json") == (0, sound, "")
     content = json.loads((files / "a.json").read_text())
     content["programs"][0]["region"] = -1
@@ -101,7 +108,7 @@ def studied(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[argparse.
 
     def program_problems(arguments: argparse.Namespace) -> list[ProgramProblem]:
         seen.append(arguments)
-        return [ProgramProblem(0, "backward", "resident=1", lambda cuts: problem, RANKS.__getitem__)]
+        return [ProgramProblem(0, "backward", "default", lambda cuts: problem, RANKS.__getitem__, frozenset())]
 
     def run(arguments: argparse.Namespace) -> int:
         seen.append(arguments)

@@ -13,7 +13,7 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import RANKS, backward, backward_plan, plans, problems, schedules, wrapped
+from plans import EXAMPLES, RANKS, backward, backward_plan, forward, plan_of, plans, problems, schedules, wrapped
 
 from graphshard.plan_file import (
     Plan,
@@ -26,7 +26,7 @@ from graphshard.plan_file import (
     problem_of,
     write_plan,
 )
-from graphshard.planner import Problem, check_schedule
+from graphshard.planner import Problem, check_schedule, fsdp2_schedule
 
 
 def ranks(name: str) -> int:
@@ -36,6 +36,7 @@ def ranks(name: str) -> int:
 # --- the file
 
 
+@EXAMPLES
 @given(plans())
 def test_text_reads_back_as_the_same_plan(plan: Plan) -> None:
     text = plan_text(plan)
@@ -44,6 +45,7 @@ def test_text_reads_back_as_the_same_plan(plan: Plan) -> None:
     assert plan_digest(parse_plan(text)) == plan_digest(plan)
 
 
+@EXAMPLES
 @given(plans())
 def test_text_is_canonical(plan: Plan) -> None:
     text = plan_text(plan)
@@ -55,6 +57,7 @@ def test_text_is_canonical(plan: Plan) -> None:
     assert text.isascii()
 
 
+@EXAMPLES
 @given(st.data(), problems())
 def test_outline_holds_everything_but_times(data: st.DataObject, problem: Problem) -> None:
     outline = outline_of(problem, ranks)
@@ -142,7 +145,7 @@ def test_text_is_one_row_a_line() -> None:
    "budget_bytes": 19456,
    "chosen": "search",
    "flags": "resident=1",
-   "kept": [],
+   "kept": null,
    "outline": {
     "direction": "backward",
     "group_ranks": [4, 2],
@@ -258,8 +261,21 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "no launch": lambda c: program(c)["steps"].pop(0),
     "hash": lambda c: program(c).update(outline_hash="0"),
     "sizes": lambda c: outline(c)["members"][0].update(wire_bytes=1),
+    "kept by a backward": lambda c: program(c).update(kept=["blocks.1"]),
     "program twice": lambda c: c["programs"].append(copy.deepcopy(program(c))),
 }
+
+
+def test_kept_units_are_those_of_the_region(tmp_path: Path) -> None:
+    made = plan_of(*((0, flags, forward(), fsdp2_schedule(forward())) for flags in ("a", "b")), kept=("blocks.0",))
+    for number, got, message in (
+        (1, [], r"programs\[1\].kept: got \(\), want \('blocks.0',\), as the first forward of the region"),
+        (0, ["blocks.7"], r"programs\[0\].kept: got 'blocks.7', want units of the outline's members"),
+    ):
+        content = json.loads(plan_text(made))
+        content["programs"][number]["kept"] = got
+        with pytest.raises(ValueError, match=message):
+            parse_plan(json.dumps(content))
 
 
 def test_bad_content_is_refused_by_place(tmp_path: Path) -> None:
@@ -310,5 +326,6 @@ late wait: programs[0]: schedule: bucket 0: awaited at 4, behind the first use o
 no launch: programs[0]: schedule: bucket 0: want launch, wait, in this order
 hash: programs[0].outline_hash: got '0', want '897e43519f291d09', the hash of its outline
 sizes: programs[0].outline_hash: got '897e43519f291d09', want 'c3493b5656396b59', the hash of its outline
+kept by a backward: programs[0].kept: got ('blocks.1',), want null, as it is no forward
 program twice: programs: want each once, by region, direction, flags and hash""",
     )

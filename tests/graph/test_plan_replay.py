@@ -9,7 +9,19 @@ import pytest
 from expecttest import assert_expected_inline
 from graphs import GraphBuilder, Marked, Weight, toy_forward, toy_weights
 from hypothesis import given
-from plans import RANKS, backward, backward_plan, decided, gather, plan_of, plans, problems, reduction, wrapped
+from plans import (
+    EXAMPLES,
+    RANKS,
+    backward,
+    backward_plan,
+    decided,
+    gather,
+    plan_of,
+    plans,
+    problems,
+    reduction,
+    wrapped,
+)
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.extraction import Scene, extract_problem
@@ -28,7 +40,7 @@ from graphshard.plan_file import (
     write_plan,
 )
 from graphshard.planner import Problem, fsdp2_schedule, per_parameter_schedule
-from graphshard.planning import Planning
+from graphshard.planning import Planning, RegionPlanning
 from graphshard.settings import UnitSettings
 
 FLAGS = "resident=1"
@@ -40,19 +52,21 @@ def ranks(name: str) -> int:
 
 
 def asked(problem: Problem, flags: str = FLAGS, region: int = 0) -> ProgramProblem:
-    return ProgramProblem(region, problem.direction, flags, lambda cuts: problem, ranks)
+    fqns = frozenset(item.fqn for item in (*problem.gathers, *problem.reductions))
+    return ProgramProblem(region, problem.direction, flags, lambda cuts: problem, ranks, fqns)
 
 
 # --- replay
 
 
+@EXAMPLES
 @given(plans())
 def test_replay_decides_what_was_stored(plan: Plan) -> None:
     plan = replace(plan, mode="auto")
     for stored in plan.programs:
         found = problem_of(stored.outline)
         counted = dict(zip(found.streams, stored.outline.group_ranks, strict=True)).__getitem__
-        program = ProgramProblem(stored.region, found.direction, stored.flags, lambda cuts, p=found: p, counted)
+        program = replace(asked(found, stored.flags, stored.region), ranks_of=counted)
         decision = replay(plan, program, "a plan")
         assert decision is not None
         assert decision.plan == stored.plan
@@ -73,6 +87,35 @@ def test_replay_finds_programs_by_name() -> None:
     assert replay(plan, asked(backward(), flags="default"), "a plan") is None
     assert replay(plan, asked(backward(), region=1), "a plan") is None
     assert replay(plan, asked(backward(direction="forward")), "a plan") is None
+
+
+def test_programs_of_other_flags_must_be_of_the_model_that_was_planned() -> None:
+    def refused(problem: Problem, fqns: frozenset[str] | None = None) -> str:
+        other = asked(problem, flags="resident=2")
+        with pytest.raises(PlanMismatch) as caught:
+            replay(backward_plan(), other if fqns is None else replace(other, fqns=fqns), "a.json")
+        return str(caught.value).partition(". It was")[0]
+
+    weight, bias, last = backward().gathers
+    resident = backward(gathers=(weight, bias))
+    assert replay(backward_plan(), asked(resident, flags="resident=2"), "a.json") is None
+    unrelated = backward(gathers=(gather("blocks.7.weight", 0),), reductions=())
+    assert replay(backward_plan(), asked(unrelated, flags="resident=2"), "a.json") is None
+    lines = [
+        refused(backward(gathers=(weight, bias, last, gather("norm", 3)))),
+        refused(backward(gathers=(replace(weight, wire_bytes=64), bias, last))),
+        refused(resident, frozenset({"blocks.1.weight", "blocks.1.bias"})),
+    ]
+    assert_expected_inline(
+        wrapped(lines),
+        """\
+a.json: region 0 backward [resident=1]: the model is not the one that was planned: parameters only in the
+    model: norm
+a.json: region 0 backward [resident=1]: the model is not the one that was planned: parameters of other sizes:
+    blocks.1.weight
+a.json: region 0 backward [resident=1]: the model is not the one that was planned: parameters only in the
+    file: blocks.0.weight""",
+    )
 
 
 def test_replay_tells_programs_of_one_name_apart_by_hash() -> None:
@@ -110,16 +153,17 @@ def test_plan_fits_when_only_costs_change() -> None:
     h100 = HARDWARE["h100"]
     slow = replace(h100, matmul_tflops={"float32": 1e-6}, kernel_us=1e-3)
     scenes = [Scene(CostModel(hardware, fused=False), of_two_ranks) for hardware in (h100, slow)]
-    first = Planning(scenes[0])
+    first = RegionPlanning(Planning(scenes[0]))
     named = first(marked.graph, marked.ctx)
-    decision = first.take()
+    decision = first.latest
     assert decision is not None
     assert extract_problem(marked.graph, marked.ctx, scenes[1]).ops != decision.problem.ops  # other nodes are joined
-    stored = stored_program(0, "default", decision, outline_of(decision.problem, first.ranks_of))
+    stored = stored_program(0, "default", decision, outline_of(decision.problem, Planning(scenes[0]).ranks_of))
     plan = replace(backward_plan(), programs=(stored,))
-    second, notes = Planning(scenes[1], "auto", None, plan, "a plan"), list[str]()
-    assert second(marked.graph, marked.ctx, (0, "default"), notes.append) == named
-    again = second.take()
+    notes: list[str] = []
+    second = RegionPlanning(Planning(scenes[1], stored=plan, stored_in="a plan"), 0, notes.append)
+    assert second(marked.graph, marked.ctx) == named
+    again = second.latest
     assert again is not None
     assert again.choice.schedule == decision.choice.schedule
     assert again.choice.simulation.step_us > decision.choice.simulation.step_us
@@ -129,18 +173,19 @@ def test_plan_fits_when_only_costs_change() -> None:
 def test_programs_without_a_plan_are_planned_and_noted() -> None:
     marked = toy_forward(toy_weights(2))
     scene = Scene(CostModel(HARDWARE["h100"]), of_two_ranks)
-    planned, notes = Planning(scene), list[str]()
-    replaying = Planning(scene, "auto", None, backward_plan(), "plan file a.json")
-    assert replaying(marked.graph, marked.ctx, (0, "default"), notes.append) == planned(marked.graph, marked.ctx)
-    assert replaying.take() == planned.take()
+    notes: list[str] = []
+    storing = Planning(scene, stored=backward_plan(), stored_in="plan file a.json")
+    planned, replaying = RegionPlanning(Planning(scene)), RegionPlanning(storing, 0, notes.append)
+    assert replaying(marked.graph, marked.ctx) == planned(marked.graph, marked.ctx)
+    assert replaying.latest == planned.latest
     settings = (("blocks.0", UnitSettings(forward_prefetch=("blocks.1",))),)
     chosen = marked.flagged(units=settings)
-    assert replaying(chosen.graph, chosen.ctx, (0, "default"), notes.append) is None
+    assert replaying(chosen.graph, chosen.ctx) is None
     assert notes == [
         "plan file a.json: has no plan for region 0 forward [default], which is planned as by plan='auto'",
         "plan file a.json: not used for region 0 forward [default], whose units say what they prefetch",
     ]
-    assert Planning(scene).fingerprint != replaying.fingerprint
+    assert Planning(scene).fingerprint != storing.fingerprint
 
 
 def refusal(problem: Problem, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
@@ -201,6 +246,7 @@ groups: ranks of process groups: 4, 2 in the file and 2, 2 in the model""",
     )
 
 
+@EXAMPLES
 @given(problems(), problems())
 def test_changes_are_said_exactly_where_outlines_differ(one: Problem, other: Problem) -> None:
     a, b = outline_of(one, ranks), outline_of(other, ranks)
@@ -241,6 +287,7 @@ def test_fits_says_what_keeps_a_file_from_being_replayed(tmp_path: Path) -> None
 # --- diff
 
 
+@EXAMPLES
 @given(plans(), plans())
 def test_diff_says_something_exactly_where_plans_differ(one: Plan, other: Plan) -> None:
     assert plan_changes(one, one, SIDES) == []
@@ -285,6 +332,6 @@ region 1 backward [default]: only in b""",
         wrapped(plan_changes(backward_plan(), kept, SIDES)),
         """\
 region 0 backward [resident=1]:
-  kept: none in a and blocks.1 in b
+  kept: FSDP2's in a and blocks.1 in b
   chosen: search in a and fsdp2 in b""",
     )
