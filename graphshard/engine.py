@@ -17,6 +17,7 @@ from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
+    BackendCompilerFailed,
     backward_id,
     call_at_end_of_backward,
     dispatch_mode_active,
@@ -30,6 +31,8 @@ from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
+from graphshard.plan_file import PlanMismatch
+from graphshard.planner import BudgetTooSmall
 from graphshard.planning import Planning
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import ParameterWatch, Shard
@@ -257,7 +260,12 @@ class Engine:
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
             )
-        return entry(module, args, kwargs)
+        try:
+            return entry(module, args, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall)):
+                raise error.inner_exception from None
+            raise
 
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:

@@ -57,19 +57,21 @@ class Scene:
     group_shape: Callable[[str], GroupShape]
 
 
-def extract_problem(graph: Graph, ctx: PassContext, scene: Scene) -> Problem:
+def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None = None) -> Problem:
     """The problem of one marked graph. Its members are named as `member_names` names them.
 
     Args:
         graph: with markers; flags and residency have been applied.
         ctx: its parameters and flags.
         scene: machine and process groups.
+        cuts: names of nodes that begin an op, beside those that must; None: ops are as long as their times allow.
     """
-    return _Extraction(graph, ctx, scene).problem()
+    return _Extraction(graph, ctx, scene, cuts).problem()
 
 
 class _Extraction:
-    def __init__(self, graph: Graph, ctx: PassContext, scene: Scene) -> None:
+    def __init__(self, graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> None:
+        self.cuts = cuts
         self.graph, self.ctx, self.scene, self.cost = graph, ctx, scene, scene.cost
         self.nodes = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
@@ -296,7 +298,9 @@ class _Extraction:
                 if op_bytes:
                     op_bytes[-1] = max(op_bytes[-1], live)
                 continue
-            if must or not ops or op_us[-1] + times[place] > grain:
+            if not must and ops:
+                must = op_us[-1] + times[place] > grain if self.cuts is None else node.name in self.cuts
+            if must or not ops:
                 ops.append(node.name)
                 op_us.append(0.0)
                 op_bytes.append(live)

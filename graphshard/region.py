@@ -39,6 +39,7 @@ from graphshard.markers import padded_shape
 from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
+from graphshard.plan_file import program_flags
 from graphshard.planning import Planning, RegionPlanning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
@@ -107,7 +108,8 @@ class Region:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
-        self._planner = RegionPlanning(engine.planning) if engine.planning is not None else None
+        planning, note = engine.planning, engine.report.note_once
+        self._planner = None if planning is None else RegionPlanning(planning, number, note)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
@@ -210,7 +212,10 @@ class Region:
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        ctx = PassContext(graph.direction, params, flags, self._planner)
+        text = f"{graph.part} {flags}".lstrip()
+        named = program_flags(text, self.engine.name)
+        planner = None if self._planner is None else partial(self._planner, flags=named)
+        ctx = PassContext(graph.direction, params, flags, planner)
         lowered = driver.lower(graph.gm, ctx, title)
         decision = self._planner.latest if self._planner is not None else None
         # A budget that nobody asked for is no reason to stop, except in tests.
@@ -229,7 +234,7 @@ class Region:
         record = ProgramRecord(
             self.number,
             graph.direction,
-            f"{graph.part} {flags}".lstrip(),
+            text,
             launch_counts(lowered.gm.graph),
             lowered.passes_s,
             compile_s,

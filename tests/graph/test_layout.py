@@ -17,6 +17,8 @@ PACKAGE = ROOT / "graphshard"
 # A module imports from its own layer and from those below it, never upwards. Each module and subpackage of graphshard
 # stands here once; "graphshard" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli",),
     ("demo",),
     ("testing",),
     ("graphshard",),
@@ -30,15 +32,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("unit_programs", "calls"),
     ("driver", "dispatch"),
     ("passes",),
+    ("planned_programs",),
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("liveness", "measuring"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
+    ("plan_file",),
     ("calibrate", "plan", "explain"),
     ("cost",),
-    ("fsdp2", "compat", "env", "errors", "settings", "planner"),
+    ("fsdp2", "compat", "env", "errors", "settings", "planner", "table_text", "version"),
 )
 
 # The only readers of torch's private state.
