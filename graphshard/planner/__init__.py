@@ -3,11 +3,13 @@
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
+from graphshard.planner.keep import Accumulation, accumulation_choice, choose_kept, kept_problems
 from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
 __all__ = [
+    "Accumulation",
     "Action",
     "Bucket",
     "BudgetTooSmall",
@@ -21,10 +23,13 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Transfer",
+    "accumulation_choice",
     "best_schedule",
     "check_schedule",
+    "choose_kept",
     "fixed_size_schedule",
     "fsdp2_schedule",
+    "kept_problems",
     "lower_bound_us",
     "per_parameter_schedule",
     "simulate",

@@ -57,7 +57,9 @@ def launches(problem: Problem, parts: list[tuple[int, ...]], least: int = 0) -> 
             yield (at, *others)
 
 
-def reductions_at(problem: Problem, parts: list[tuple[int, ...]], least: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+def reductions_at(
+    problem: Problem, parts: list[tuple[int, ...]], least: int = 0
+) -> Iterator[tuple[tuple[int, int], ...]]:
     if not parts:
         yield ()
         return
