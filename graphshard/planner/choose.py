@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.ground import Placed
+from graphshard.planner.polish import is_small, polished
 from graphshard.planner.problem import Problem
 from graphshard.planner.schedule import Schedule
 from graphshard.planner.search import searched, searched_by_blocks
@@ -18,6 +19,8 @@ from graphshard.planner.simulator import Simulation, simulate
 
 # Of the walks that are as good as the best, so many are simulated.
 _COMPARED = 4
+# Small problems are polished from so many that differ in their buckets.
+_STARTS = 6
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None, reuse_block
         safer = search.safer(best_placed).schedule()
         if safer != found["search"]:
             found["search"], simulations["search"] = safer, simulate(problem, safer)
+    if is_small(problem):
+        starts = [found[name] for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
+        for start in (*starts, *(placed.schedule() for placed in search.different(_STARTS))):
+            moved = polished(problem, start, budget_bytes)
+            simulation = simulate(problem, moved)
+            if "search" not in simulations or simulation.step_us < simulations["search"].step_us:
+                found["search"], simulations["search"] = moved, simulation
     fitting = [name for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
     if not fitting:
         raise BudgetTooSmall(_too_small(problem, budget_bytes, simulations))

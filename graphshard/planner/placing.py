@@ -39,7 +39,7 @@ class _Placing(Walk):
                 self._run_own(at)
             self._compute(op_us[at])
             self.live += ground.grads[at] - self.frees[at]
-        return self._finish(count)
+        return self._arrive(count) and self._finish(count)
 
     # -- one position
 
@@ -61,7 +61,7 @@ class _Placing(Walk):
 
     def _fill(self, at: int, until_us: float) -> None:
         """Launches what keeps the streams busy while the op at `at` runs, which begins at `until_us`."""
-        dry_us = until_us + self.problem.op_us[at]
+        dry_us = until_us + (self.problem.op_us[at] if at < len(self.problem.op_us) else 0.0)
         for stream in self.streams:
             while self.free_us[stream] - self.wish.queued * self.last_us[stream] < dry_us:
                 if not self._launch_ahead(stream, at, max(until_us, self.now_us)):

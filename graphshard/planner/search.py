@@ -81,6 +81,13 @@ class Search:
                 return other
         return found
 
+    def different(self, most: int) -> list[Placed]:
+        """The fastest that differ in their buckets."""
+        found = sorted((placed for placed in self.seen.values() if placed), key=lambda placed: placed.step_us)
+        return list({frozenset(bucket for _, _, bucket in placed.steps): placed for placed in found[::-1]}.values())[
+            ::-1
+        ][:most]
+
     def good(self) -> list[Placed]:
         """Those that are as fast as the fastest, with the fewest collectives first."""
         if self.best is None:
