@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-P = TypeVar("P")
+G = TypeVar("G")
 
 # How many orders are kept of one kind of pass: a model that runs other modules in each step has ever new ones.
 MAX_ORDERS = 8
@@ -18,49 +19,41 @@ class Step:
     Attributes:
         direction: ``"forward"`` or ``"backward"``.
         units: names of the units that it uses, in the model's order.
-        gathers: names of those of which a gather may be launched before it.
     """
 
     direction: str
     units: tuple[str, ...]
-    gathers: tuple[str, ...]
 
     def __str__(self) -> str:
         """What errors say of it."""
-        units = ", ".join(name or "root" for name in self.units)
-        gathers = ", ".join(name or "root" for name in self.gathers)
-        return f"{self.direction} of {units}" + (f", gathering {gathers}" if gathers else "")
+        return f"{self.direction} of {', '.join(name or 'root' for name in self.units)}"
 
 
 @dataclass
-class Order(Generic[P]):
+class Order(Generic[G]):
     """A whole pass.
 
     Attributes:
         kind: of pass.
         steps: in order.
-        gathers: for each step, what it gathers.
+        gathers: for each step, what it had to gather in some pass, by the name of the unit.
         agreed: whether all ranks are known to have it.
     """
 
     kind: str
     steps: tuple[Step, ...]
-    gathers: tuple[P, ...]
+    gathers: tuple[dict[str, G], ...]
     agreed: bool = False
 
-    def following(self, position: int, count: int) -> list[P]:
-        """What the next `count` steps behind `position` gather, of those that gather anything."""
-        found: list[P] = []
-        for step, gathers in zip(self.steps[position + 1 :], self.gathers[position + 1 :], strict=True):
-            if len(found) == count:
-                break
-            if step.gathers:
-                found.append(gathers)
-        return found
+    def following(self, position: int) -> Iterator[list[G]]:
+        """What the steps behind `position` gather, of those that gather anything."""
+        for place in range(position + 1, len(self.steps)):
+            if self.gathers[place]:
+                yield list(self.gathers[place].values())
 
 
 @dataclass
-class Walk(Generic[P]):
+class Walk(Generic[G]):
     """A pass under way.
 
     Attributes:
@@ -71,16 +64,16 @@ class Walk(Generic[P]):
     """
 
     kind: str
-    known: list[Order[P]]
+    known: list[Order[G]]
     steps: list[Step] = field(default_factory=list)
-    gathers: list[P] = field(default_factory=list)
+    gathers: list[dict[str, G]] = field(default_factory=list)
     expected: Step | None = None
 
-    def follow(self, step: Step, gathers: P) -> Order[P] | None:
+    def follow(self, step: Step, gathers: Mapping[str, G]) -> Order[G] | None:
         """Takes one step; returns the order that is followed, None where there is none."""
         position = len(self.steps)
         self.steps.append(step)
-        self.gathers.append(gathers)
+        self.gathers.append(dict(gathers))
         if not self.known:
             return None
         last = self.known[0]
@@ -90,24 +83,19 @@ class Walk(Generic[P]):
         self.expected = last.steps[position] if position < len(last.steps) else None
         return None
 
-    @property
-    def has_left(self) -> bool:
-        """Whether this pass has just left the last order that it followed."""
-        return self.expected is not None
 
-
-class Orders(Generic[P]):
+class Orders(Generic[G]):
     """The orders of one model."""
 
     def __init__(self) -> None:
-        self._known: dict[str, list[Order[P]]] = {}
+        self._known: dict[str, list[Order[G]]] = {}
 
-    def begin(self, kind: str) -> Walk[P]:
+    def begin(self, kind: str) -> Walk[G]:
         """A pass of a kind begins."""
         return Walk(kind, list(self._known.get(kind, ())))
 
-    def end(self, walk: Walk[P]) -> Order[P] | None:
-        """A pass has ended; returns its order if it is a new one."""
+    def end(self, walk: Walk[G]) -> Order[G] | None:
+        """A pass has ended; returns its order, known before or new, or None: no more are kept."""
         if not walk.steps:
             return None
         known = self._known.setdefault(walk.kind, [])
@@ -116,8 +104,9 @@ class Orders(Generic[P]):
             if order.steps == steps:
                 known.remove(order)
                 known.insert(0, order)
-                order.gathers = tuple(walk.gathers)
-                return None
+                for gathers, latest in zip(order.gathers, walk.gathers, strict=True):
+                    gathers.update(latest)
+                return order
         if len(known) == MAX_ORDERS:
             return None
         order = Order(walk.kind, steps, tuple(walk.gathers))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,8 +25,9 @@ from graphshard.orders import Order, Orders, Step, Walk
 from graphshard.report import Report
 from graphshard.shards import Shard
 
-# How many gathers are launched ahead.
+# How many gathers are launched ahead, and how far ahead the regions are looked for that still need theirs.
 DEPTH = 1
+HORIZON = 8
 
 
 class Graph(Protocol):
@@ -61,10 +63,10 @@ class Prefetch:
         self._report = report
         self._every = every
         self._model = model
-        self._orders: Orders[list[Wanted]] = Orders()
+        self._orders: Orders[Wanted] = Orders()
         self._posted: dict[int, list[Posted]] = {}  # by identity of an order
-        self._forward: Walk[list[Wanted]] | None = None
-        self._backward: Walk[list[Wanted]] | None = None
+        self._forward: Walk[Wanted] | None = None
+        self._backward: Walk[Wanted] | None = None
         self._backward_id = -1
         self._follows = False  # whether the running backward follows a known order of several steps
 
@@ -89,7 +91,7 @@ class Prefetch:
             self._forward = None
             self._holdings.drop_ahead()
 
-    def _backward_walk(self, entry: Entry) -> Walk[list[Wanted]] | None:
+    def _backward_walk(self, entry: Entry) -> Walk[Wanted] | None:
         if (number := backward_id()) != self._backward_id:
             # One backward inside another, as of reentrant checkpoints: neither is followed.
             inside = self._backward_id != -1
@@ -104,15 +106,15 @@ class Prefetch:
         self._backward, self._backward_id = None, -1
         self._holdings.drop_ahead()
 
-    def _end(self, walk: Walk[list[Wanted]]) -> None:
+    def _end(self, walk: Walk[Wanted]) -> None:
         order = self._orders.end(walk)
-        if order is None or not any(step.gathers for step in order.steps):
+        if order is None or id(order) in self._posted or not any(order.gathers):
             return  # without a collective, ranks may differ
         groups: dict[str, set[str]] = {}
         for gathers in order.gathers:
-            for unit, *_ in gathers:
+            for name, (unit, *_) in gathers.items():
                 for group in filter(None, (unit.group_name, unit.replicate_group_name)):
-                    groups.setdefault(group, set()).add(unit.name)
+                    groups.setdefault(group, set()).add(name)
         what = f"{self._model}: {walk.kind}"
         posts = (post_to_group(group, what, _lines(order, names)) for group, names in groups.items())
         self._posted[id(order)] = [posted for posted in posts if posted is not None]
@@ -174,22 +176,21 @@ class Prefetch:
                 shards = self._holdings.shards_of(unit)
             elif unit in binding.parts or not (self._every or leads) or not _is_plain(unit):
                 continue
-            if any(shard.full is None and shard.post_forward is None for shard in shards):
+            if any(map(_is_missing, shards)):
                 wanted.append(Wanted(unit, shards, unit in split))
                 leads = leads and unit in split
         return wanted
 
-    def _launch(self, walk: Walk[list[Wanted]] | None, direction: str, binding: Binding, wanted: list[Wanted]) -> None:
+    def _launch(self, walk: Walk[Wanted] | None, direction: str, binding: Binding, wanted: list[Wanted]) -> None:
         holdings = self._holdings
         ahead: list[Wanted] = []
         if walk is not None:
-            names = tuple(unit.name for unit in holdings.in_order(binding.unit_set))
-            step = Step(direction, names, tuple(unit.name for unit, *_ in wanted))
-            order = walk.follow(step, wanted)
+            step = Step(direction, tuple(unit.name for unit in holdings.in_order(binding.unit_set)))
+            order = walk.follow(step, {found.unit.name: found for found in wanted})
             if order is not None:
                 self._agree(order)
-                ahead = [found for gathers in order.following(len(walk.steps) - 1, DEPTH) for found in gathers]
-            elif walk.has_left:
+                ahead = self._following(order, len(walk.steps) - 1)
+            elif walk.expected is not None:
                 self._report.note_once(
                     f"{walk.kind}: ran {step} where {walk.expected} was known to follow: nothing is gathered ahead "
                     "behind it"
@@ -207,9 +208,20 @@ class Prefetch:
                 stays = not unit.reshard_after_backward
             holdings.gather(unit, shards, whole or stays, ahead=True)
 
-    def _agree(self, order: Order[list[Wanted]]) -> None:
-        if not order.agreed:
-            for posted in self._posted.pop(id(order), ()):
+    def _following(self, order: Order[Wanted], position: int) -> list[Wanted]:
+        """What the next regions need that have anything to gather."""
+        found: list[Wanted] = []
+        depth = 0
+        for gathers in islice(order.following(position), HORIZON):
+            if missing := [wanted for wanted in gathers if _is_missing(wanted.shards[0])]:
+                found += missing
+                if (depth := depth + 1) == DEPTH:
+                    break
+        return found
+
+    def _agree(self, order: Order[Wanted]) -> None:
+        if not order.agreed and (posts := self._posted.get(id(order))) is not None:
+            for posted in posts:
                 posted.compare()
             order.agreed = True
 
@@ -276,10 +288,15 @@ def _is_plain(unit: Unit) -> bool:
     return unit.world_size > 1 and unit.post_forward_mesh is None and not unit.settings().custom_all_gather
 
 
-def _lines(order: Order[list[Wanted]], names: set[str]) -> list[str]:
+def _is_missing(shard: Shard) -> bool:
+    """Whether a parameter is not gathered, not even over a smaller group."""
+    return shard.full is None and shard.post_forward is None
+
+
+def _lines(order: Order[Wanted], names: set[str]) -> list[str]:
     """The steps that use the units `names`, as far as they do."""
     lines = [order.kind]
     for step in order.steps:
         if own := tuple(name for name in step.units if name in names):
-            lines.append(str(Step(step.direction, own, tuple(name for name in step.gathers if name in names))))
+            lines.append(str(Step(step.direction, own)))
     return lines
