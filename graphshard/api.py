@@ -279,7 +279,13 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None
 
 
-def _need_engine(model: nn.Module, where: str) -> Engine:
+def need_engine(model: nn.Module, where: str) -> Engine:
+    """The engine of a compiled model.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: `model` is not compiled.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{where}: got {type(model).__name__}, want a module that graphshard.compile returned")
     engine = engine_of(model)
@@ -299,7 +305,7 @@ def eager(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: `model` is not compiled.
         RuntimeError: unreduced gradients are held, at entry or at exit.
     """
-    with _need_engine(model, "graphshard.eager").eager():
+    with need_engine(model, "graphshard.eager").eager():
         yield model
 
 
@@ -315,7 +321,7 @@ def weight_backward(model: nn.Module) -> Callable[[], Callable[[], None]]:
     Raises:
         ValueError: `model` is not compiled, or it is by ``backend="eager"``, which has no backward programs.
     """
-    engine = _need_engine(model, "graphshard.weight_backward")
+    engine = need_engine(model, "graphshard.weight_backward")
     if engine.options.backend == "eager":
         raise ValueError("graphshard.weight_backward: got a model with backend='eager', want 'aot_eager' or 'inductor'")
     return engine.defer_weights()
@@ -327,4 +333,4 @@ def report(model: nn.Module) -> Report:
     Raises:
         ValueError: `model` is not compiled.
     """
-    return _need_engine(model, "graphshard.report").report
+    return need_engine(model, "graphshard.report").report

@@ -18,9 +18,11 @@ from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
 from graphshard.planner import (
+    Accumulation,
     Choice,
     Problem,
     Schedule,
+    accumulation_choice,
     best_schedule,
     choose_kept,
     fsdp2_schedule,
@@ -28,6 +30,9 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+
+# How many there are is not known when the first one runs: the fewest that accumulate.
+_MICRO_BATCHES = 2
 
 
 @dataclass
@@ -72,6 +77,7 @@ class RegionPlanning:
     def __init__(self, planning: Planning) -> None:
         self._planning = planning
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._accumulation: Accumulation | None = None
         self.latest: Decision | None = None
 
     def __call__(self, graph: Graph, ctx: PassContext) -> ProgramPlan | None:
@@ -114,6 +120,21 @@ class RegionPlanning:
         if not self._planning.keeps:
             return None
         return choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
+
+    def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
+        """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
+
+        Args:
+            graph: marked backward graph.
+            ctx: its usual context.
+        """
+        budget_bytes = self._planning.budget_bytes
+        if self._planning.mode == "fsdp2" or budget_bytes is None:
+            return ""
+        if self._accumulation is None:
+            problem = extract_problem(graph, ctx, self._planning.scene)
+            self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
+        return self._accumulation.why if self._accumulation.reduce_each else ""
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:

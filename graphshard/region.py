@@ -36,6 +36,7 @@ from graphshard.ir import (
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
 from graphshard.markers import padded_shape
+from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.planning import Planning, RegionPlanning
@@ -221,6 +222,7 @@ class Region:
             ir=format_graph(lowered.gm.graph),
             code=generated_code(run),
             decision=decision,
+            order=communication_order(lowered.gm.graph),
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)
@@ -257,7 +259,8 @@ class Region:
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        results = list(program.run(taken))
+        with timed(program.record):
+            results = list(program.run(taken))
         program.record.runs += 1
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]
@@ -306,6 +309,8 @@ class Region:
         if engine.deferred is None:
             behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
         states = backward_states(engine.holdings, graph, binding, asked, dead, split, behind)
+        if self._planner is not None and not all(unit.reduce_grads for unit in binding.units):
+            states = self._with_accumulation(graph, binding, states, split)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
@@ -334,6 +339,20 @@ class Region:
         if split:
             engine.holdings.end_split(split - asked.units_again)
         return results
+
+    def _with_accumulation(
+        self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
+    ) -> list[UnitState]:
+        """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
+        assert self._planner is not None
+        why = self._planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
+        if not why:
+            return states
+        self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+        return [
+            state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
+            for unit, state in zip(binding.units, states, strict=True)
+        ]
 
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
         if place in plan.again:

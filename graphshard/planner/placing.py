@@ -1,0 +1,223 @@
+"""Places wished-for buckets in a program: one walk over its positions, timed as the simulator would time it.
+
+A collective is launched when its stream would run dry, if it fits, and in front of its first use at the latest. Of a
+gather and a reduction the gather comes first unless it has time. What is launched ahead leaves room for the floor of
+every later position, so that a walk does not end where nothing fits: it makes room by waits for reductions and by
+reducing at once what is ready, and a bucket that does not fit is cut.
+
+Source: list scheduling; admission as in the banker's algorithm.
+"""
+
+from __future__ import annotations
+
+from graphshard.planner.costs import BucketCost
+from graphshard.planner.ground import Ground, Placed, Wish
+from graphshard.planner.walk import Walk
+
+# A bucket that comes late anyway is cut to what fits, down to this part of it.
+_LEAST_PART = 0.25
+
+
+def placed(ground: Ground, wish: Wish) -> Placed | None:
+    """Walks the program; None where the budget does not suffice."""
+    walk = _Placing(ground, wish)
+    return Placed(walk.end_us(), tuple(walk.steps), wish) if walk.run() else None
+
+
+class _Placing(Walk):
+    def run(self) -> bool:
+        ground, op_us, count = self.ground, self.problem.op_us, len(self.problem.ops)
+        ground.walked += count
+        for at in range(count):
+            while self.pending and self.pending[0][0] + self.wish.margin * self.pending[0][1].us <= self.now_us:
+                self._wait_reduction(at)
+            if not (self._arrive(at) and self._reduce_in_time(at)):
+                return False
+            if not self._make_room(at, ground.op_bytes[at] + ground.grads[at]):
+                return False
+            if at in ground.own:
+                self._run_own(at)
+            self._compute(op_us[at])
+            self.live += ground.grads[at] - self.frees[at]
+        return self._finish(count)
+
+    # -- one position
+
+    def _arrive(self, at: int) -> bool:
+        """Launches and awaits what is needed at `at`, and launches ahead."""
+        for number, uses in enumerate(self.ground.first_use):
+            while self.gathered[number] < len(uses) and uses[self.gathered[number]] <= at:
+                if not self._force(number, at):
+                    return False
+        needed = sorted(self.flying.get(at, ()), key=lambda entry: entry[0])
+        until_us = max(self.now_us, needed[-1][0]) if needed else self.now_us
+        self._fill(at, until_us)
+        for entry in needed:
+            if not self._wait_gather(entry, at):
+                return False
+        if needed:
+            self._fill(at, self.now_us)
+        return True
+
+    def _fill(self, at: int, until_us: float) -> None:
+        """Launches what keeps the streams busy while the op at `at` runs, which begins at `until_us`."""
+        dry_us = until_us + self.problem.op_us[at]
+        for stream in self.streams:
+            while self.free_us[stream] - self.wish.queued * self.last_us[stream] < dry_us:
+                if not self._launch_ahead(stream, at, max(until_us, self.now_us)):
+                    break
+
+    def _launch_ahead(self, stream: int, at: int, until_us: float) -> bool:
+        gather = self._next_gather(stream, at)
+        reduction = self._next_reduction(stream, at)
+        if gather is None:
+            return reduction is not None and self._launch_reduction(reduction, at, until_us)
+        number, cost = gather
+        start_us = until_us + self.latest_us[number][self.gathered[number]] - self.problem.elapsed_us[at]
+        spare_us = start_us - max(until_us, self.free_us[stream])
+        first = reduction is not None and (spare_us >= reduction[1].us or not self.wish.gathers_first)
+        if reduction is not None and first and self._launch_reduction(reduction, at, until_us):
+            return True
+        if spare_us <= self.wish.lead * cost.us and self._launch_gather(number, cost, at, until_us, spare_us < 0.0):
+            return True
+        return reduction is not None and not first and self._launch_reduction(reduction, at, until_us)
+
+    def _next_gather(self, stream: int, at: int) -> tuple[int, BucketCost] | None:
+        best: tuple[int, BucketCost] | None = None
+        for number, of in enumerate(self.gather_streams):
+            first = self.gathered[number]
+            if of == stream and first < len(self.ground.gathers[number]):
+                cost = self.ground.gather(number, first, self._gather_end(number, first))
+                if cost.ready <= at and (best is None or cost.need < best[1].need):
+                    best = number, cost
+        return best
+
+    def _next_reduction(self, stream: int, at: int) -> tuple[int, BucketCost] | None:
+        """The first bucket that is whole, then one that is late."""
+        best: tuple[int, BucketCost] | None = None
+        for number, of in enumerate(self.scatter_streams):
+            first, ready = self.reduced[number], self.ground.ready[number]
+            if of == stream and first < len(ready) and ready[first] <= at:
+                last = self._end(self.reduction_ends[number], first)
+                if ready[last - 1] <= at:
+                    cost = self.ground.reduction(number, first, last)
+                    if best is None or cost.ready < best[1].ready:
+                        best = number, cost
+        if best is None:
+            for number in self.is_late:
+                cost = self.ground.reduction(number, 0, 1)
+                if cost.stream == stream and cost.ready <= at:
+                    return number, cost
+        return best
+
+    # -- gathers
+
+    def _force(self, number: int, at: int) -> bool:
+        """Launches the gather that is needed at `at`, cut to what fits."""
+        first = self.gathered[number]
+        last = self._gather_end(number, first)
+        while True:
+            cost = self.ground.gather(number, first, last)
+            if self._launch_gather(number, cost, at, self.now_us, cut=True):
+                return True
+            if not self._wait_or_reduce(at):
+                break
+        cost = self.ground.gather(number, first, first + 1)
+        return self._make_room(at, self.ground.op_bytes[at] + cost.held + cost.out) and self._start_gather(
+            number, cost, at
+        )
+
+    def _launch_gather(self, number: int, cost: BucketCost, at: int, until_us: float, cut: bool) -> bool:
+        if self._fits_ahead(cost, at, until_us):
+            return self._start_gather(number, cost, at)
+        if not cut:
+            return False
+        first = self.gathered[number]
+        low, high = 0, len(cost.bucket.members) - 1  # the most members that fit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits_ahead(self.ground.gather(number, first, first + middle), at, until_us):
+                low = middle
+            else:
+                high = middle - 1
+        if not low:
+            return False
+        part = self.ground.gather(number, first, first + low)
+        if part.ready > at or (cost.need > at and part.wire_bytes < _LEAST_PART * cost.wire_bytes):
+            return False
+        return self._start_gather(number, part, at)
+
+    def _fits_ahead(self, cost: BucketCost, at: int, until_us: float) -> bool:
+        room, reserve = self.ahead, self.wish.reserve_bytes if cost.need > at else 0
+        if cost.need > at + 1 and min(room[at + 1 : cost.need]) - reserve < cost.held:
+            return False
+        for first, last, held in cost.spans:
+            if (room[first] if last == first + 1 else min(room[first:last])) - (reserve if first > at else 0) < held:
+                return False
+        # What is ready can still be reduced, one gradient after the other.
+        more = cost.held + (cost.out if cost.need <= at else 0) + self._unreduced(at)[1]
+        return self._has_room(at, more + self.ground.op_bytes[at], until_us)
+
+    def _has_room(self, at: int, more: int, until_us: float) -> bool:
+        """Whether `more` fits at `at`, behind waits for reductions that are done by `until_us`."""
+        short = self.live + more - self.budget + sum(cost.out for _, cost in self.flying.get(at, ()))
+        if short <= 0:
+            return True
+        for waits, (end_us, cost) in enumerate(self.pending, start=1):
+            if end_us > until_us:
+                return False
+            short -= cost.freed_by_wait
+            if short <= 0:
+                for _ in range(waits):
+                    self._wait_reduction(at)
+                return True
+        return False
+
+    def _start_gather(self, number: int, cost: BucketCost, at: int) -> bool:
+        end_us = self._start(cost, at)
+        self.gathered[number] += len(cost.bucket.members)
+        self.flying.setdefault(cost.need, []).append((end_us, cost))
+        for first, last, held in ((at + 1, cost.need, cost.held), *cost.spans):
+            if held and last > first:
+                self.room[first:last] = [room - held for room in self.room[first:last]]
+                self.ahead[first:last] = [room - held for room in self.ahead[first:last]]
+        return True
+
+    def _wait_gather(self, entry: tuple[float, BucketCost], at: int) -> bool:
+        end_us, cost = entry
+        if not self._make_room(at, self.ground.op_bytes[at] + cost.out):
+            return False
+        self.now_us = max(self.now_us, end_us)
+        self._compute(cost.out_us)
+        self.live += cost.out - cost.freed_by_wait
+        self.flying[cost.need].remove(entry)
+        for last_use, num_bytes in cost.frees:
+            if last_use < len(self.problem.ops):
+                self.frees[max(last_use, at)] += num_bytes
+        self.steps.append((at, "wait", cost.bucket))
+        return True
+
+    def _launch_reduction(self, found: tuple[int, BucketCost], at: int, until_us: float) -> bool:
+        number, cost = found
+        # It should not be awaited for its memory at once: the op, too, must fit.
+        more = max(cost.held, cost.held - cost.freed + self.ground.grads[at]) + self.ground.op_bytes[at]
+        return self._has_room(at, more, until_us) and self._start_reduction(number, cost, at)
+
+    def _finish(self, end: int) -> bool:
+        """Reduces the rest, and awaits all."""
+        for number, ready in enumerate(self.ground.ready):
+            while self.reduced[number] < len(ready):
+                last = self._end(self.reduction_ends[number], self.reduced[number])
+                if not self._reduce_now(number, last, end):
+                    return False
+        for number in list(self.is_late):
+            if not self._reduce_now(number, 1, end):
+                return False
+        while self.pending:
+            self._wait_reduction(end)
+        for end_us, cost in self.finishing:
+            self.now_us = max(self.now_us, end_us)
+            self._compute(cost.out_us)
+            self.steps.append((end, "finish", cost.bucket))
+        self._run_own(end)
+        return True
