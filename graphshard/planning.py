@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
+from graphshard import env, verify
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
@@ -136,6 +137,17 @@ class RegionPlanning:
         kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
         self.latest = Decision(problem, choice, plan, budget_bytes, kept)
         return plan if self._planning.mode == "auto" else None
+
+    def checked(self, graph: Graph, ctx: PassContext) -> Decision | None:
+        """`latest`, when its program has been lowered to `graph`.
+
+        Raises:
+            VerifyError: S2. A budget that nobody asked for is checked only where ``GRAPHSHARD_VERIFY`` is 2.
+        """
+        least_level = 2 if self._planning.budget_bytes is None else 1
+        if self.latest is not None and env.verify_level() >= least_level:
+            verify.check_budget(graph, ctx, self.latest.budget_bytes)
+        return self.latest
 
     def keep_units(
         self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard import driver, env, verify
+from graphshard import driver
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, usual_flags
@@ -205,11 +205,7 @@ class Region:
         planner = None if self._planner is None else partial(self._planner, flags=named)
         ctx = PassContext(graph.direction, params, flags, planner)
         lowered = driver.lower(graph.gm, ctx, title)
-        decision = self._planner.latest if self._planner is not None else None
-        # A budget that nobody asked for is no reason to stop, except in tests.
-        asked = self.engine.planning is not None and self.engine.planning.budget_bytes is not None
-        if decision is not None and env.verify_level() > (0 if asked else 1):
-            verify.check_budget(lowered.gm.graph, ctx, decision.budget_bytes)
+        decision = self._planner.checked(lowered.gm.graph, ctx) if self._planner is not None else None
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
