@@ -6,6 +6,7 @@ them, are worked out once per key.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from graphshard.fsdp2 import Unit
-from graphshard.ir import Direction, Flags
+from graphshard.ir import Direction, Flags, ParamRef
+from graphshard.markers import padded_shape
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Shard
 
@@ -241,3 +243,11 @@ def _added_dtype(shard: Shard, pending: bool) -> torch.dtype:
     earlier = shard.pending if pending else shard.held
     assert earlier is not None
     return earlier.dtype
+
+
+def post_forward_ref(param: ParamRef) -> ParamRef:
+    """The parameter as its post-forward shards have it."""
+    assert param.post_forward is not None
+    count, _ = param.post_forward
+    numel = math.prod(padded_shape(param.size, count, param.dim)) // count
+    return replace(param, shard_numel=numel)

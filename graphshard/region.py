@@ -6,7 +6,6 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,13 +19,12 @@ from torch.fx import GraphModule
 from graphshard import driver
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
-from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, usual_flags
+from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import (
     Direction,
-    ParamRef,
     PassContext,
     launch_counts,
     output_args,
@@ -35,7 +33,6 @@ from graphshard.ir import (
     unshards,
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
-from graphshard.markers import padded_shape
 from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
@@ -196,7 +193,7 @@ class Region:
 
     def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-        params |= {REJOINED + name: _post_forward_ref(params[name]) for name in plan.flags.rejoined}
+        params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
@@ -393,10 +390,3 @@ def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
     """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
     added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
     return [*graph.inputs, *(node.meta["val"] for node in added)]
-
-
-def _post_forward_ref(param: ParamRef) -> ParamRef:
-    assert param.post_forward is not None
-    count, _ = param.post_forward
-    numel = math.prod(padded_shape(param.size, count, param.dim)) // count
-    return replace(param, shard_numel=numel)
