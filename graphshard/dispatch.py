@@ -66,7 +66,19 @@ class Binding:
         self.parts = frozenset(
             unit for unit, slots in zip(self.units, self.slots, strict=True) if len(slots) < len(unit.params)
         )  # units of which only some parameters are here
+        self._in_order: dict[str, list[tuple[Unit, tuple[Shard, ...]]]] = {}
         self._overlaps: weakref.WeakKeyDictionary[Binding, frozenset[Shard]] = weakref.WeakKeyDictionary()
+
+    def in_order(self, part: str, slots: Sequence[int]) -> list[tuple[Unit, tuple[Shard, ...]]]:
+        """Units in the order of their first slot in `slots`, and their shards in `slots`. `part`: of the graph."""
+        if (found := self._in_order.get(part)) is None:
+            by_unit: dict[Unit, list[int]] = {}
+            for slot in slots:
+                by_unit.setdefault(self.shards[slot].unit, []).append(slot)
+            # A unit's shards in the order of its slots: so a program of theirs is one program.
+            found = [(unit, tuple(self.shards[slot] for slot in sorted(own))) for unit, own in by_unit.items()]
+            self._in_order[part] = found
+        return found
 
     def overlap(self, other: Binding) -> frozenset[Shard]:
         """Trainable shards of both."""

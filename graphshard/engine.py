@@ -34,6 +34,7 @@ from graphshard.outside import OutsideGathers
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
 from graphshard.planning import Planning
+from graphshard.prefetch import Prefetch
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import ParameterWatch, Shard
 from graphshard.unit_programs import UnitPrograms
@@ -80,6 +81,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
+        self.prefetch = Prefetch(self.holdings, self.report, options.regions == "unit", self.name)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -229,7 +231,7 @@ class Engine:
         self.running = True
         self.holdings.begin_forward(module)
         try:
-            with capture.tracing():
+            with capture.tracing(), self.prefetch.forward():
                 return self._enter(module, method, args, kwargs)
         finally:
             self.running = False

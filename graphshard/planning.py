@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
+from graphshard import env, verify
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
@@ -20,9 +21,11 @@ from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
 from graphshard.plan_file import Plan, ProgramProblem, load_plan, plan_digest, program_name, replay
 from graphshard.planner import (
+    Accumulation,
     Choice,
     Problem,
     Schedule,
+    accumulation_choice,
     best_schedule,
     choose_kept,
     fsdp2_schedule,
@@ -30,6 +33,9 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+
+# How many there are is not known when the first one runs: the fewest that accumulate.
+_MICRO_BATCHES = 2
 
 
 @dataclass
@@ -88,6 +94,7 @@ class RegionPlanning:
         self._note = note
         self._kept: frozenset[str] | None = None
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._accumulation: Accumulation | None = None
         self.latest: Decision | None = None
 
     def __call__(self, graph: Graph, ctx: PassContext, flags: str = "default") -> ProgramPlan | None:
@@ -131,6 +138,17 @@ class RegionPlanning:
         self.latest = Decision(problem, choice, plan, budget_bytes, kept)
         return plan if self._planning.mode == "auto" else None
 
+    def checked(self, graph: Graph, ctx: PassContext) -> Decision | None:
+        """`latest`, when its program has been lowered to `graph`.
+
+        Raises:
+            VerifyError: S2. A budget that nobody asked for is checked only where ``GRAPHSHARD_VERIFY`` is 2.
+        """
+        least_level = 2 if self._planning.budget_bytes is None else 1
+        if self.latest is not None and env.verify_level() >= least_level:
+            verify.check_budget(graph, ctx, self.latest.budget_bytes)
+        return self.latest
+
     def keep_units(
         self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
     ) -> frozenset[str] | None:
@@ -152,6 +170,21 @@ class RegionPlanning:
         elif self._planning.keeps:
             self._kept = choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
         return self._kept
+
+    def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
+        """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
+
+        Args:
+            graph: marked backward graph.
+            ctx: its usual context.
+        """
+        budget_bytes = self._planning.budget_bytes
+        if self._planning.mode == "fsdp2" or budget_bytes is None:
+            return ""
+        if self._accumulation is None:
+            problem = extract_problem(graph, ctx, self._planning.scene)
+            self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
+        return self._accumulation.why if self._accumulation.reduce_each else ""
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:

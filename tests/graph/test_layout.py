@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("backend",),
     ("region",),
-    ("states", "outside", "marked_graph"),
+    ("states", "outside", "marked_graph", "prefetch"),
     ("holdings",),
     ("unit_programs", "calls"),
     ("driver", "dispatch"),
@@ -36,18 +36,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
-    ("liveness", "measuring"),
+    ("liveness", "measuring", "halves"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
     ("plan_file",),
     ("calibrate", "plan", "explain"),
     ("cost",),
-    ("fsdp2", "compat", "env", "errors", "settings", "planner", "table_text", "version"),
+    ("agreement",),
+    ("fsdp2", "compat", "compat_store", "env", "errors", "settings", "planner", "orders", "table_text", "version"),
 )
 
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
-    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py"
+    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
+    "graphshard/compat_store.py"
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
