@@ -371,6 +371,9 @@ def save_plan(model: nn.Module, path: str | os.PathLike[str]) -> None:
     engine = need_engine(model, where)
     plan = None if engine.planning is None else planned_so_far(engine.planning, engine.report, engine.name)
     if plan is None or not plan.programs:
-        raise ValueError(f"{where}: got a model that has planned no program yet; run a step before")
+        raise ValueError(
+            f"{where}: got a model that has planned no program yet; run a step before (what is gathered between "
+            "programs, as with regions='unit', is not planned)"
+        )
     if dist.get_rank() == 0:
         write_plan(plan, path)
