@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from graphshard.planner.blocks import repeated, shortened, transferred
+from graphshard.planner.bound import lower_bound_us
+from graphshard.planner.first_buckets import ends_of_units, first_ends
 from graphshard.planner.ground import Ends, Ground, Placed, Wish
 from graphshard.planner.placing import placed
 from graphshard.planner.problem import Gather, Problem, Reduction
 
-# Part of a unit, or whole units, that the first wishes put into a bucket; 0: each member is alone.
-_PARTS = (0.0, 0.125, 0.25, 0.5)
-_UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
 _LEADS = (float("inf"), 4.0, 1.0)
 _RESERVES = (0.0, 1.0, 2.0)
 _SAFER = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5))
@@ -32,6 +30,10 @@ _PERIODS = (1, 2, 3, 4)
 _CARRIED = 20
 # What is carried over is compared with so many units in each bucket.
 _PLAIN = (1, 4, 8)
+# What is carried over is compared with a search of its own if it is farther than this from the bound.
+_NEAR_BOUND = 1.02
+# That walks about so many positions, whatever the depth.
+_WALKED = 20_000
 # What is as fast as the fastest.
 _SAME = 1.001
 
@@ -103,11 +105,11 @@ def searched(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
     for spare_bytes in _spares(problem):
         ground = Ground(problem, budget_bytes, spare_bytes)
         if not tried or (ground.fits and all(ground.late != other.ground.late for other in tried)):
-            tried.append(Search(ground, walks))
+            tried.append(Search(ground, walks // (1 + len(tried))))
             _sizes(tried[-1])
     found = [search for search in tried if search.best is not None] or tried
     best = min(found, key=lambda search: search.best.step_us if search.best is not None else 0.0)
-    best.walks = max(walks // 2, walks - sum(walks - search.walks for search in tried))
+    best.walks = max(best.walks, walks // 2)
     _boundaries(best)
     return best
 
@@ -127,14 +129,19 @@ def searched_by_blocks(problem: Problem, budget_bytes: float, walks: int = 240) 
         carried = full.best is not None
         for size in _PLAIN:
             ends = (
-                _ends(problem.gathers, full.ground.gathers, size),
-                _ends(problem.reductions, full.ground.reductions, 1),
+                ends_of_units(problem.gathers, full.ground.gathers, size),
+                ends_of_units(problem.reductions, full.ground.reductions, 1),
             )
             full.try_(replace(model.best.wish, gathers=ends[0], reductions=ends[1]))
         if carried:
             _habits(full)
-            return full
-    return searched(problem, budget_bytes, walks)
+            if full.best is not None and full.best.step_us <= _NEAR_BOUND * lower_bound_us(problem):
+                return full
+    other = searched(problem, budget_bytes, min(walks, max(8, _WALKED // len(problem.ops))))
+    other.ground.walked += full.ground.walked
+    if other.best is None or (full.best is not None and full.best.step_us < other.best.step_us):
+        return full
+    return other
 
 
 def _spares(problem: Problem) -> list[int]:
@@ -151,8 +158,8 @@ def _spares(problem: Problem) -> list[int]:
 
 def _sizes(search: Search) -> None:
     ground, problem = search.ground, search.ground.problem
-    gathers = [_ends(problem.gathers, ground.gathers, size) for size in (*_PARTS, *_UNITS)]
-    reductions = [_ends(problem.reductions, ground.reductions, size) for size in (*_PARTS, *_UNITS)]
+    gathers = first_ends(problem.gathers, ground.gathers)
+    reductions = first_ends(problem.reductions, ground.reductions)
     for a, b in zip(gathers, reductions, strict=True):
         search.try_(Wish(a, b))
         search.try_(Wish(a, b, reserve_bytes=_reserve(ground, b), gathers_first=False))
@@ -191,27 +198,6 @@ def _reserve(ground: Ground, ends: Ends) -> int:
             costs.append(cost.held + cost.freed)
             first = last
     return sorted(costs)[3 * len(costs) // 4] if costs else 0
-
-
-def _ends(items: Sequence[Gather] | Sequence[Reduction], sequences: list[list[int]], size: float) -> Ends:
-    """Where buckets of `size` units end; those of parts of a unit end with the unit, too."""
-    unit_bytes: dict[str, int] = {}
-    for item in items:
-        unit_bytes[item.unit] = unit_bytes.get(item.unit, 0) + item.wire_bytes
-    median = sorted(unit_bytes.values())[len(unit_bytes) // 2] if unit_bytes else 0
-    found = []
-    for sequence in sequences:
-        ends, filled, units = {len(sequence)}, 0, 0
-        for place, (i, after) in enumerate(pairwise(sequence), start=1):
-            filled += items[i].wire_bytes
-            new_unit = items[i].unit != items[after].unit
-            units += new_unit
-            full = units >= size and new_unit if size >= 1 else filled + items[after].wire_bytes > size * median
-            if full or (size < 1 and new_unit):
-                ends.add(place)
-                filled = units = 0
-        found.append(frozenset(ends))
-    return tuple(found)
 
 
 # -- boundaries

@@ -129,13 +129,14 @@ def test_blocks_planned_once_are_about_as_good_as_planned_in_full(backward: bool
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_planning_grows_little_with_depth(backward: bool) -> None:
-    def walked(blocks: int, reuse: bool) -> int:
+    def walked(blocks: int, reuse: bool, walks: int) -> int:
         problem = stack(blocks, backward)
-        search = (searched_by_blocks if reuse else searched)(problem, 10**6, 60)
+        search = (searched_by_blocks if reuse else searched)(problem, 10**6, walks)
         return search.ground.walked
 
-    assert walked(32, False) <= 2.2 * walked(16, False)
-    assert walked(64, True) <= 0.6 * walked(64, False)
+    assert walked(32, False, 60) <= 2.2 * walked(16, False, 60)
+    assert walked(96, True, 120) <= 1.6 * walked(48, True, 120)
+    assert walked(96, True, 120) < walked(96, False, 120)
 
 
 def test_lower_bound_counts_head_and_tail() -> None:
