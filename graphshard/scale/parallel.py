@@ -22,6 +22,9 @@ PLANS = ("decoder",)
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str) -> None:
     """Splits projections over `mesh` by columns, then by rows, and norms by the sequence.
 
+    The loss is that of each rank's part of the vocabulary: its all-reduces, of a number per token, are left out.
+    Source: tensor and sequence parallelism as in torchtitan.
+
     Raises:
         ValueError: there is no such plan for the model.
     """
@@ -36,7 +39,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str) -> None:
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=Shard(1)),
         },
         src_data_rank=None,
     )
