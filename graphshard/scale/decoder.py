@@ -52,7 +52,7 @@ class Rotary(nn.Module):
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 
         def rotated(heads: Tensor) -> Tensor:
-            left, right = heads.float().split(half, dim=-1)
+            left, right = heads.float().chunk(2, dim=-1)
             return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(heads.dtype)
 
         return rotated(queries), rotated(keys)

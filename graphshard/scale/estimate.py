@@ -196,9 +196,7 @@ def _optimizer_us(cost: CostModel, shards_bytes: int, layout: Layout) -> float:
     return cost.copy_us((_ADAMW_ACCESSES + _CLIPPING_ACCESSES) * shards_bytes) + norm_us
 
 
-def _memory(
-    problems: list[Problem], choices: list[Choice], shards_bytes: int, accumulation: int
-) -> dict[str, int]:
+def _memory(problems: list[Problem], choices: list[Choice], shards_bytes: int, accumulation: int) -> dict[str, int]:
     """The worse of the two programs, by category."""
     worst = max(range(2), key=lambda i: choices[i].simulation.peak_bytes)
     problem, live_bytes = problems[worst], choices[worst].simulation.live_bytes

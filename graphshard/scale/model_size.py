@@ -51,9 +51,7 @@ def shard_sizes(traced: Traced, repetition: Repetition, layout: Layout) -> Shard
     block = [param for param in params if repetition.units and param.unit == repetition.units[0]]
     numel, num_bytes = _total(params)
     block_numel, block_bytes = _total(block)
-    return ShardSizes(
-        numel + repetition.extra * block_numel, num_bytes + repetition.extra * block_bytes, block_bytes
-    )
+    return ShardSizes(numel + repetition.extra * block_numel, num_bytes + repetition.extra * block_bytes, block_bytes)
 
 
 def _total(params: Sequence[ParamRef]) -> tuple[int, int]:

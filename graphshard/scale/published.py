@@ -14,13 +14,14 @@ from graphshard.scale.resize import Layout
 class PublishedRow:
     """One measured run. All gather in bf16 and ran FSDP's own schedule.
 
+    All are costed as compiled: what a run without torch.compile loses by that is in its cluster's factor.
+
     Attributes:
         cluster: that it ran on, one of `CLUSTERS`.
         model: its microbatch.
         layout: of the ranks.
         tokens_per_s: of one rank, as published.
         accumulation: microbatches of a step.
-        fused: whether torch.compile was on.
         sequence_ranks: of context parallelism.
         calibrates: whether the cluster's factor is fitted to this row.
     """
@@ -30,7 +31,6 @@ class PublishedRow:
     layout: Layout
     tokens_per_s: float
     accumulation: int = 1
-    fused: bool = True
     sequence_ranks: int = 1
     calibrates: bool = False
 
@@ -67,8 +67,8 @@ CLUSTERS: Mapping[str, Cluster] = {
     "torchtitan": Cluster(
         "h100-500w",
         8,
-        "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (8 and 128 GPUs) and "
-        "llama3-8b_h100_202506_async_tp / 70b (tensor parallelism, bf16, without async TP)",
+        "pytorch/torchtitan: benchmarks/llama3_h100_202412_torchtitan.md (8 and 128 GPUs, compiled) and "
+        "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md (tensor parallelism: bf16, vanilla TP)",
     ),
     "mosaicml": Cluster("h100", 8, "mosaicml/llm-foundry, scripts/train/benchmarking/README.md, H100 80GB BF16"),
     "kempnerforge": Cluster(
@@ -77,7 +77,12 @@ CLUSTERS: Mapping[str, Cluster] = {
         "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md; batch and accumulation as "
         "mfu_bench.sh has them",
     ),
-    "nemo": Cluster("h100", 8, "NVIDIA NeMo AutoModel, performance summary 2026-04: 70B, global batch 128"),
+    "nemo": Cluster(
+        "h100",
+        8,
+        "NVIDIA NeMo AutoModel, performance summary 26.04, DGX H100, and its recipe "
+        "custom_llama3_1_70b_pretrain_benchmark_8nodes.yaml: activation checkpointing, parameters in bf16",
+    ),
 }
 
 _TITAN = ModelChoice("llama3-8b", 2, 8192, "selective")
@@ -96,5 +101,7 @@ ROWS: tuple[PublishedRow, ...] = (
     PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(1), 10471, 4, calibrates=True),
     PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(2), 18728 / 2, 4),
     PublishedRow("kempnerforge", _KEMPNER, Layout(4), 38983 / 4, 2),
-    PublishedRow("nemo", ModelChoice("llama3-70b", 1, 8192), Layout(64), 866.77, 4, sequence_ranks=2),
+    PublishedRow(
+        "nemo", ModelChoice("llama3-70b", 1, 8192, "full", "bfloat16"), Layout(64), 866.77, 4, sequence_ranks=2
+    ),
 )

@@ -14,9 +14,19 @@ from torch.fx import Graph
 from graphshard.compat import copy_graph
 from graphshard.cost import GroupShape
 from graphshard.cost.topology import group_shape
-from graphshard.ir import REDUCE_GRAD, UNSHARD, Flags, ParamRef, PassContext, fake_empty, is_call, is_marker, spec_of
-from graphshard.ir import shard_placeholder, unshards, val
-from graphshard.markers import padded_shape
+from graphshard.ir import (
+    Flags,
+    ParamRef,
+    PassContext,
+    fake_empty,
+    is_call,
+    is_marker,
+    shard_placeholder,
+    spec_of,
+    unshards,
+    val,
+)
+from graphshard.markers import REDUCE_GRAD, padded_shape
 from graphshard.passes import PROGRAM
 from graphshard.scale.trace import TracedProgram
 

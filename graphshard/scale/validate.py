@@ -72,7 +72,6 @@ def predict(row: PublishedRow, workload: Workload, efficiency: float) -> StepEst
             row.layout,
             plan="fsdp2",
             accumulation=row.accumulation,
-            fused=row.fused,
             sequence_ranks=row.sequence_ranks,
         ),
     )
@@ -108,7 +107,9 @@ def table(comparisons: Sequence[Comparison]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in comparisons:
-        factor = f"{one.efficiency:.3f}" + (" (fitted here)" if one.row.calibrates else "" if one.fitted else " (not fitted)")
+        factor = f"{one.efficiency:.3f}" + (
+            " (fitted here)" if one.row.calibrates else "" if one.fitted else " (not fitted)"
+        )
         predicted = one.predicted
         lines.append(
             f"| {one.row.cluster} | {one.row.name} | {one.row.tokens_per_s:,.0f} | {predicted.tokens_per_s:,.0f} | "

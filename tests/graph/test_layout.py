@@ -19,6 +19,7 @@ PACKAGE = ROOT / "graphshard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("testing",),
+    ("scale",),
     ("graphshard",),
     ("api",),
     ("engine",),
@@ -37,12 +38,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("markers", "casts", "units", "report", "user_comms"),
     ("calibrate", "plan"),
     ("cost",),
-    ("fsdp2", "compat", "env", "errors", "settings", "planner"),
+    ("fsdp2", "compat", "compat_fake", "env", "errors", "settings", "planner"),
 )
 
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
-    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py"
+    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
+    "graphshard/compat_fake.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
