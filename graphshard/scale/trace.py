@@ -8,7 +8,8 @@ ranks, whatever the number of ranks to study: see `resize`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,25 +148,26 @@ class _Recorder(Engine):
             raise ValueError("model: got no parameter to shard")
         partitioner = _RecordingPartitioner(self)
         captured: list[dict[int, Any]] = []
+        unsplit: list[GraphModule] = []
+
+        def without_loss(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            unsplit.append(gm)
+            raise _Split
 
         def record(gm: GraphModule, values: Sequence[Any]) -> Any:
             driver.run_captured_passes(gm, f"{self.name}.captured")
             leaves = {id(shard.leaf): shard for shard in self._shards}
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
-            return compile_region_inductor(gm, values, _never, partitioner)
+            return compile_region_inductor(gm, values, without_loss, partitioner)
 
         entry = capture.entry_point(type(self.model), module_call)
         compiled = torch.compile(entry, backend=record, fullgraph=True, dynamic=False)
-        noisy = logging.getLogger("torch")
-        disabled, noisy.disabled = noisy.disabled, True
         try:
-            with capture.tracing():
+            with capture.tracing(), _without_advice():
                 compiled(self.model, tuple(inputs), {})
         except Exception as error:  # Dynamo wraps what ends the capture
-            if partitioner.graphs is None:
+            if partitioner.graphs is None and not unsplit:
                 raise ValueError(f"model: it could not be captured as one graph: {error}") from error
-        finally:
-            noisy.disabled = disabled
         if partitioner.graphs is None:
             raise ValueError("model: got a forward without a loss to differentiate, want one that returns the loss")
         forward, backward = partitioner.graphs
@@ -182,5 +184,12 @@ class _Recorder(Engine):
         )
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a graph was to be compiled that is not split")
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Leaves out torch's advice on selective checkpoints: there is nothing in place in what presets checkpoint."""
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

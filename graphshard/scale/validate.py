@@ -7,7 +7,7 @@ one row, which says so; the others are predicted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace as replace
 
 from graphshard.scale.estimate import Setting, StepEstimate, Workload, estimate_step
 from graphshard.scale.models import ModelChoice, make_workload
