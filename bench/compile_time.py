@@ -26,7 +26,7 @@ class CompileTimer:
     """Measures one case, in a process of its own on each rank."""
 
     def __init__(self, variant: Variant, backend: str, num_layers: int) -> None:
-        _start_compiler(backend)
+        start_compiler(backend)
         self._variant = variant
         self._model, self._inputs = decoder(num_layers)
         self._forward = prepare(variant, self._model, backend)
@@ -69,7 +69,7 @@ def _cpu_s() -> float:
     return sum(os.times()[:4])
 
 
-def _start_compiler(backend: str) -> None:
+def start_compiler(backend: str) -> None:
     """Compiles something else first: what is done once per process or machine (imports, a precompiled header) would
     make the passes' share look smaller.
     """

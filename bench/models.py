@@ -1,6 +1,10 @@
-"""The models that are measured: ordinary PyTorch, small enough that the host's work is all there is to see."""
+"""The models that are measured: ordinary PyTorch. Most are so small that the host's work is all there is to see; those
+that `bench.step` trains compute and communicate for milliseconds.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -57,3 +61,31 @@ def decoder(num_layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = ModelConfig(n_layers=num_layers, dim=64, n_heads=2, hidden_dim=128, max_seq_len=16, vocab_size=64)
     tokens = torch.randint(config.vocab_size, (2, BATCH_SIZE, config.max_seq_len))
     return Decoder(config), (tokens[0], tokens[1])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder that is trained, and how many sequences of `config.max_seq_len` bytes a rank has in each step."""
+
+    config: ModelConfig
+    batch_size: int
+
+
+def _stack(dim: int, num_layers: int, batch_size: int, seq_len: int) -> Sizes:
+    """The demo's decoder with its proportions: heads of 64, feed-forward layers of 11/4 `dim`."""
+    return Sizes(ModelConfig(num_layers, dim, dim // 64, 11 * dim // 4, seq_len), batch_size)
+
+
+# From many small collectives to few large ones.
+TRAINED: dict[str, Sizes] = {
+    "d128_L12": _stack(128, 12, 4, 64),
+    "d256_L6": _stack(256, 6, 4, 128),
+    "d512_L6": _stack(512, 6, 2, 128),
+    "demo": Sizes(ModelConfig(), 8),
+}
+
+
+def trained_decoder(name: str) -> Decoder:
+    """A model of `TRAINED`; the same in every process."""
+    torch.manual_seed(0)
+    return Decoder(TRAINED[name].config)

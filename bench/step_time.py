@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.tensor import DTensor
 
@@ -24,13 +24,15 @@ COMPILING_STEPS = 3
 WAKING_STEPS = 2
 STEPS_PER_TURN = 5
 TIMEOUT_S = 900.0
-# CPython keeps the frames of Python functions in chunks of 16 KiB, about 137 calls of `_deeper`. Where the hottest
+# CPython keeps the frames of Python functions in chunks of 16 KiB, about 137 calls of `deeper`. Where the hottest
 # calls of a step lie just across the end of a chunk, each of them maps and unmaps memory: three times the seconds of a
 # forward of 300 operators, by chance. So steps start at depths all over a chunk, and the median is of none of those.
 STACK_DEPTHS = 137
 DEPTH_STRIDE = 41
 # Relative: float32 sums in another order, nothing more. A variant that computes something else would fail by far.
 TOLERANCE = 1e-3
+
+T = TypeVar("T")
 
 
 class Evidence(NamedTuple):
@@ -80,14 +82,14 @@ class StepTimer:
         steps = []
         for _ in range(WAKING_STEPS + STEPS_PER_TURN):
             self._depth = (self._depth + DEPTH_STRIDE) % STACK_DEPTHS
-            steps.append(_deeper(self._depth, self._step))
+            steps.append(deeper(self._depth, self._step))
         gc.collect()
         return steps[WAKING_STEPS:]
 
 
-def _deeper(levels: int, step: Callable[[], StepTime]) -> StepTime:
+def deeper(levels: int, step: Callable[[], T]) -> T:
     """Calls `step` with `levels` more frames on the stack."""
-    return step() if levels == 0 else _deeper(levels - 1, step)
+    return step() if levels == 0 else deeper(levels - 1, step)
 
 
 def check_evidence(evidence: dict[Variant, Evidence]) -> None:

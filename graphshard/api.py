@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def compile(
     *,
     strategy: str = "fully_shard",
     units: Sequence[str | type[nn.Module] | nn.Module] | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
@@ -59,7 +59,8 @@ def compile(
         strategy: ``"fully_shard"``; ``"replicate"``: parameters are whole on every rank, gradients all-reduced.
         units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
         reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; an int
-            keeps them sharded over that many ranks meanwhile; None: frees all but the root's.
+            keeps them sharded over that many ranks meanwhile; ``"auto"``: the plan decides for each unit; None: so it
+            does for a plain model with ``plan="auto"``, else frees all but the root's.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
@@ -103,8 +104,6 @@ def compile(
         raise RuntimeError(
             "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
         )
-    kind = mesh.device_type if mesh is not None else "cpu"
-    planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor")
     options = Options(backend, regions, fullgraph, dynamic, strict)
     sharding = {
         "units": units,
@@ -114,15 +113,27 @@ def compile(
         "shard_placement_fn": shard_placement_fn,
         "ignored_params": ignored_params,
     }
-    if fsdp2.is_annotated(model):
+    annotated = fsdp2.is_annotated(model)
+    auto = reshard_after_forward == "auto"
+    if auto:
+        sharding["reshard_after_forward"] = None
+    if annotated:
         _check_annotated(model, mesh, sharding)
+        have = fsdp2.annotation_mesh(model)
+        kind = "cpu" if have is None else have.device_type
     else:
         mesh = _check_mesh(model, mesh)
+        kind = mesh.device_type
         _check_parameters(model, ignored_params or set())
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             _check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
         if callable(shard_placement_fn) and strategy == "fully_shard":
             _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
+    if auto and plan == "fsdp2":
+        raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
+    keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
+    planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
+    if not annotated and mesh is not None:
         _annotate(model, strategy, mesh, sharding)
     model.__dict__[capture.ENGINE] = Engine(model, options, planning)
     return model
@@ -162,8 +173,8 @@ def _check_types(**arguments: object) -> None:
             names = getattr(wanted, "__name__", str(wanted))
             raise TypeError(f"compile: {name}: got {arguments[name]!r:.80}, want {names}")
     reshard, placement_of = arguments["reshard_after_forward"], arguments["shard_placement_fn"]
-    if reshard is not None and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
-        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int or None")
+    if reshard not in (None, "auto") and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
+        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int, 'auto' or None")
     if placement_of is not None and not callable(placement_of):
         raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
     ignored_params = arguments["ignored_params"]
@@ -268,7 +279,13 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None
 
 
-def _need_engine(model: nn.Module, where: str) -> Engine:
+def need_engine(model: nn.Module, where: str) -> Engine:
+    """The engine of a compiled model.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: `model` is not compiled.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{where}: got {type(model).__name__}, want a module that graphshard.compile returned")
     engine = engine_of(model)
@@ -288,7 +305,7 @@ def eager(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: `model` is not compiled.
         RuntimeError: unreduced gradients are held, at entry or at exit.
     """
-    with _need_engine(model, "graphshard.eager").eager():
+    with need_engine(model, "graphshard.eager").eager():
         yield model
 
 
@@ -304,7 +321,7 @@ def weight_backward(model: nn.Module) -> Callable[[], Callable[[], None]]:
     Raises:
         ValueError: `model` is not compiled, or it is by ``backend="eager"``, which has no backward programs.
     """
-    engine = _need_engine(model, "graphshard.weight_backward")
+    engine = need_engine(model, "graphshard.weight_backward")
     if engine.options.backend == "eager":
         raise ValueError("graphshard.weight_backward: got a model with backend='eager', want 'aot_eager' or 'inductor'")
     return engine.defer_weights()
@@ -316,4 +333,4 @@ def report(model: nn.Module) -> Report:
     Raises:
         ValueError: `model` is not compiled.
     """
-    return _need_engine(model, "graphshard.report").report
+    return need_engine(model, "graphshard.report").report

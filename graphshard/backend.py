@@ -62,6 +62,8 @@ class Partitioner(CustomPartitionerFn):
             engine.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
+        if engine is not None and engine.planning is not None:
+            engine.planning.backward = backward
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:

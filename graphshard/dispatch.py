@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphshard.fsdp2 import Unit
-from graphshard.ir import Flags
+from graphshard.ir import Direction, Flags
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Shard
 
@@ -187,6 +187,13 @@ def make_plan(
         ),
     )
     return plan
+
+
+def usual_flags(direction: Direction, binding: Binding) -> Flags:
+    """Flags of a program that gathers and reduces everything."""
+    forward = direction != "backward"
+    settings = ((unit.name, unit.forward_settings() if forward else unit.backward_settings()) for unit in binding.units)
+    return Flags(units=tuple((name, own) for name, own in settings if own != DEFAULT_SETTINGS))
 
 
 def _place(plan: Plan, slot: int, bits: int, behind: int) -> None:

@@ -103,6 +103,10 @@ class Engine:
             self._mark_classes()
             self._hooks.detach()
 
+    def is_whole(self, units: frozenset[Unit]) -> bool:
+        """Whether `units` are all of the model's that have parameters."""
+        return units.issuperset(unit for unit in self._units if unit.params)
+
     # -- set-up
 
     def _mark_classes(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -27,7 +27,7 @@ from graphshard.ir import (
     unshards,
     val,
 )
-from graphshard.liveness import Allocation, allocations_of, value_of
+from graphshard.liveness import Allocation, allocations_of, bytes_of, held_by_caller, lifetimes, live_bytes
 from graphshard.markers import UNSHARD, padded_shape, reduce_ops
 from graphshard.planner import Gather, OwnCollective, Problem, Reduction, Transfer
 
@@ -66,14 +66,6 @@ def extract_problem(graph: Graph, ctx: PassContext, scene: Scene) -> Problem:
         scene: machine and process groups.
     """
     return _Extraction(graph, ctx, scene).problem()
-
-
-class _Span(NamedTuple):
-    """An allocation: from the node that makes it to the last one that reads it, as places in the graph."""
-
-    start: int
-    end: int
-    num_bytes: int
 
 
 class _Extraction:
@@ -253,38 +245,24 @@ class _Extraction:
         for allocation in self.allocations[grad]:
             readers = [reader for reader in self._readers(allocation.node) if not may_view(reader)]
             if allocation.node.op != "placeholder" and readers == [marker]:
-                found += _bytes(allocation)
+                found += bytes_of(allocation)
         return found
 
-    def _spans(self) -> list[_Span]:
-        """Allocations of the computation: all but gathered parameters and gradients that only a reduction reads."""
-        planned = {id(node) for node in (*self.gathers.values(), *self.reduced.values())}
+    def _spans(self) -> dict[Allocation, tuple[int, int]]:
+        """Lifetimes in the computation: without gathered parameters and gradients that only a reduction reads."""
+        planned = {*self.gathers.values(), *self.reduced.values()}
         grads = {
             allocation
             for node in self.reduced.values()
             for allocation in self.allocations[node.all_input_nodes[0]]
             if self._own_bytes(node.all_input_nodes[0], node)
         }
-        end: dict[Allocation, int] = {}
-        for node in self.nodes:
-            for allocation in self.allocations[node]:
-                reads = [self.place[user] for user in node.users]
-                end[allocation] = max(end.get(allocation, 0), self.place[node], *reads)
-        keeps = (
-            self.ctx.direction != "backward"
-        )  # a forward's arguments are its caller's; backward frees what was saved
-        last = len(self.nodes) - 1
-        shards = {shard_placeholder(node) for node in [*unshards(self.graph), *reductions(self.graph)]}
-        spans = []
-        for allocation, stop in end.items():
-            node = allocation.node
-            if id(node) in planned or allocation in grads:
-                continue
-            argument = node.op == "placeholder"
-            start = 0 if argument else self.place[node]
-            stop = last if argument and (keeps or node in shards) else stop
-            spans.append(_Span(start, stop, _bytes(allocation)))
-        return spans
+        spans = lifetimes(self.graph, held_by_caller(self.ctx))
+        return {
+            allocation: span
+            for allocation, span in spans.items()
+            if allocation.node not in planned and allocation not in grads
+        }
 
     # -- positions
 
@@ -301,10 +279,7 @@ class _Extraction:
         """
         count = len(self.nodes)
         times = [self._us(node) for node in self.nodes]
-        changes = [0] * (count + 1)
-        for span in self._spans():
-            changes[span.start] += span.num_bytes
-            changes[span.end + 1] -= span.num_bytes
+        live_at = live_bytes(self._spans(), count)
         begins = {place for g in gathers for place in (g.first_use, g.ready, g.last_use + 1)}
         begins |= {reduction.ready for reduction in reduced} | {place for c in own for place in (c.launch, c.wait)}
         grain = sum(times) * _GRAIN
@@ -312,10 +287,9 @@ class _Extraction:
         ops: list[str] = []
         op_us: list[float] = []
         op_bytes: list[int] = []
-        live = 0
         must = True
         for place, node in enumerate(self.nodes):
-            live += changes[place]
+            live = live_at[place]
             must = must or place in begins
             position[place] = len(ops) if must or not ops else len(ops) - 1
             if not self._is_anchor(node):
@@ -341,7 +315,3 @@ class _Extraction:
     def _is_anchor(self, node: Node) -> bool:
         """Whether a plan can say: before this node. Markers go, arguments and results stay where they are."""
         return node.op not in ("placeholder", "output") and not is_marker(node)
-
-
-def _bytes(allocation: Allocation) -> int:
-    return int(value_of(val(allocation.node), allocation.place).untyped_storage().nbytes())

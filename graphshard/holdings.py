@@ -37,6 +37,7 @@ class Holdings:
         self.split: set[Unit] = set()
         self.regions_run = 0
         self.nested = False
+        self._decided: dict[Unit, tuple[bool, bool]] = {}
         self._in_backward = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._programs = programs
@@ -144,9 +145,20 @@ class Holdings:
                 found.add(unit)
         return Entry(own_units, frozenset(found))
 
+    def decide(self, kept: dict[Unit, bool]) -> None:
+        """Lets units stay gathered behind forward, or not, until users set that flag anew."""
+        self._decided |= {unit: (stays, unit.reshard_after_forward) for unit, stays in kept.items()}
+
     def behind_forward(self, unit: Unit) -> int:
         """What becomes of a unit's gathered parameters behind the running forward."""
-        if not unit.reshard_after_forward or unit in self.entry.partial or self._in_backward or unit.reduce_unused:
+        reshards = unit.reshard_after_forward
+        stays, flag = self._decided.get(unit, (not reshards, reshards))
+        if (
+            (stays if flag == reshards else not reshards)
+            or unit in self.entry.partial
+            or self._in_backward
+            or unit.reduce_unused
+        ):
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 

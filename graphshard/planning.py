@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
@@ -22,7 +22,9 @@ from graphshard.planner import (
     Problem,
     Schedule,
     best_schedule,
+    choose_kept,
     fsdp2_schedule,
+    kept_problems,
     lower_bound_us,
     simulate,
 )
@@ -30,51 +32,88 @@ from graphshard.planner import (
 
 @dataclass
 class Planning:
-    """Plans every program of one model.
+    """How the programs of one model are planned.
 
     Attributes:
         scene: machine and process groups.
         mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
-        budget_bytes: most that a program may allocate; None: what FSDP2's schedule of it does.
+        budget_bytes: most that a program may allocate; None: what FSDP2's schedule does.
+        keeps: whether it also decides which units stay gathered from forward to backward.
+        backward: the backward graph that was partitioned last, until its forward graph has been planned.
     """
 
     scene: Scene
     mode: str = "auto"
     budget_bytes: int | None = None
-    _latest: Decision | None = None
+    keeps: bool = False
+    backward: GraphModule | None = None
 
     @property
     def fingerprint(self) -> str:
         """A short name of all that shapes a plan besides the graph."""
-        return f"{self.mode}-{self.budget_bytes}-{self.scene.cost.fingerprint}"
+        return f"{self.mode}-{self.budget_bytes}-{self.keeps}-{self.scene.cost.fingerprint}"
 
-    def take(self) -> Decision | None:
-        """What was decided since the last call."""
-        latest, self._latest = self._latest, None
-        return latest
+    def take_backward(self) -> GraphModule | None:
+        """`backward`, once."""
+        backward, self.backward = self.backward, None
+        return backward
+
+
+class RegionPlanning:
+    """Plans the programs of one region.
+
+    Args:
+        planning: of the model.
+
+    Attributes:
+        latest: what was decided last, None if nothing was.
+    """
+
+    def __init__(self, planning: Planning) -> None:
+        self._planning = planning
+        self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self.latest: Decision | None = None
 
     def __call__(self, graph: Graph, ctx: PassContext) -> ProgramPlan | None:
-        """The plan of one marked graph; None: there is nothing to plan, or users have chosen what is prefetched.
+        """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
         """
+        self.latest = None
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
-            return None
-        problem = extract_problem(graph, ctx, self.scene)
+            return None  # users have chosen
+        problem = extract_problem(graph, ctx, self._planning.scene)
         if not problem.gathers and not problem.reductions:
             return None
-        if self.mode == "fsdp2":
-            schedule = fsdp2_schedule(problem)
-            simulation = simulate(problem, schedule)
-            choice = Choice(schedule, simulation, lower_bound_us(problem), "fsdp2", ())
-            budget_bytes = simulation.peak_bytes
+        fsdp2 = simulate(problem, fsdp2_schedule(problem))
+        budget_bytes = self._planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
+        if self._planning.mode == "fsdp2":
+            choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
-            choice = best_schedule(problem, self.budget_bytes)
-            budget_bytes = self.budget_bytes or next(peak for name, _, peak in choice.rivals if name == "fsdp2")
+            choice = best_schedule(problem, budget_bytes)
         plan = named_plan(problem, choice.schedule)
-        self._latest = Decision(problem, choice, plan, budget_bytes)
-        return plan if self.mode == "auto" else None
+        self.latest = Decision(problem, choice, plan, budget_bytes)
+        return plan if self._planning.mode == "auto" else None
+
+    def keep_units(
+        self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
+    ) -> frozenset[str] | None:
+        """Names of the units that stay gathered from forward to backward; None: FSDP2's flags say.
+
+        Args:
+            forward: marked graph, and its context.
+            backward: the same.
+            by_default: units that stay in FSDP2.
+        """
+        if self._planning.mode == "fsdp2":
+            return None
+        ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
+        as_in_fsdp2 = kept_problems(ahead, back, by_default)
+        self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
+        if not self._planning.keeps:
+            return None
+        return choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
@@ -98,7 +137,7 @@ _ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
 def make_planning(
-    plan: str, memory_budget: int | float | None, hardware: str | None, device_type: str, fused: bool
+    plan: str, memory_budget: int | float | None, hardware: str | None, device_type: str, fused: bool, keeps: bool
 ) -> Planning:
     """What `graphshard.compile` plans with.
 
@@ -108,6 +147,7 @@ def make_planning(
         hardware: name of a row of the hardware table, or path of a calibration; None: found by the device.
         device_type: that the model runs on.
         fused: whether Inductor compiles the programs.
+        keeps: whether the planner decides which units stay gathered.
 
     Raises:
         TypeError: `memory_budget` is no number.
@@ -115,7 +155,7 @@ def make_planning(
     """
     machine = find_hardware(hardware or detect_hardware(device_type))
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
-    return Planning(Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node)), plan, budget_bytes)
+    return Planning(Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node)), plan, budget_bytes, keeps)
 
 
 def detect_hardware(device_type: str) -> str:

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard import driver
+from graphshard import driver, env, verify
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
-from graphshard.dispatch import Binding, Plan, UnitState, make_plan
+from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, usual_flags
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
@@ -30,12 +30,16 @@ from graphshard.ir import (
     PassContext,
     launch_counts,
     output_args,
+    reductions,
+    shard_placeholder,
+    unshards,
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
 from graphshard.markers import padded_shape
+from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
-from graphshard.planning import Planning
+from graphshard.planning import Planning, RegionPlanning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
@@ -55,6 +59,9 @@ class Engine(Protocol):
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
     deferred: list[Callable[[], None]] | None
+
+    def is_whole(self, units: frozenset[Unit]) -> bool:
+        """Whether `units` are all of the model's that have parameters."""
 
     def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
         """Is told that a backward program runs, which ends the backward of `only` these units, or of all."""
@@ -100,6 +107,7 @@ class Region:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
+        self._planner = RegionPlanning(engine.planning) if engine.planning is not None else None
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
@@ -127,8 +135,32 @@ class Region:
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
         whole = engine.holdings.wanted_whole(binding.parts, self._broken)
+        if self._planner is not None and engine.planning is not None and direction == "forward":
+            backward = engine.planning.take_backward()
+            if backward is not None and engine.is_whole(binding.unit_set):
+                self._keep_units(graph, backward, binding)
         self._program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
+
+    def _keep_units(self, graph: MarkedGraph, backward: GraphModule, binding: Binding) -> None:
+        """Decides which units stay gathered from this forward to its backward."""
+        assert self._planner is not None
+        holdings = self.engine.holdings
+        by_default = frozenset(unit.name for unit in binding.units if holdings.behind_forward(unit) == KEEP)
+        kept = self._planner.keep_units(
+            (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
+            (backward.graph, self._usual_context("backward", backward, binding)),
+            by_default,
+        )
+        if kept is not None:
+            holdings.decide({unit: unit.name in kept for unit in binding.units})
+
+    def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
+        """The context of a graph that gathers and reduces everything."""
+        names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
+        shards = {name: self._positions[self._names[name]]() for name in names}
+        params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
+        return PassContext(direction, params, usual_flags(direction, binding))
 
     def _check_slots(self, graph: MarkedGraph) -> None:
         if graph.direction != "backward":
@@ -178,8 +210,11 @@ class Region:
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        planning = self.engine.planning
-        lowered = driver.lower(graph.gm, PassContext(graph.direction, params, flags, planning), title)
+        ctx = PassContext(graph.direction, params, flags, self._planner)
+        lowered = driver.lower(graph.gm, ctx, title)
+        decision = self._planner.latest if self._planner is not None else None
+        if decision is not None and env.verify_level():
+            verify.check_budget(lowered.gm.graph, ctx, decision.budget_bytes)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
@@ -198,7 +233,8 @@ class Region:
             compile_s,
             ir=format_graph(lowered.gm.graph),
             code=generated_code(run),
-            decision=None if planning is None else planning.take(),
+            decision=decision,
+            order=communication_order(lowered.gm.graph),
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)
@@ -231,7 +267,8 @@ class Region:
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        results = list(program.run(taken))
+        with timed(program.record):
+            results = list(program.run(taken))
         program.record.runs += 1
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]

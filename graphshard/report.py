@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphshard.plan import Decision
@@ -28,6 +29,9 @@ class ProgramRecord:
         ir: the lowered graph, one line per node.
         code: what the compiler made of it, if it keeps its source.
         decision: what was planned for it, if anything was.
+        order: (``"launch"`` or ``"wait"``, bucket) of its graph, in order.
+        timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
+            medians, if `graphshard.measure` saw it run.
     """
 
     region: int
@@ -40,6 +44,8 @@ class ProgramRecord:
     ir: str = field(default="", repr=False)
     code: str | None = field(default=None, repr=False)
     decision: Decision | None = field(default=None, repr=False)
+    order: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
 
 
 @dataclass

@@ -8,7 +8,7 @@ G4  signature unchanged unless declared            R1  each synchronized gradien
 C1  one wait per launch                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
 C2  nothing reads a result before its wait, or         the parameter's dtype
     writes an input before it                      M1  no marker left
-C3  what is gathered and reduced per FQN unchanged
+C3  what is gathered and reduced per FQN unchanged S2  what a planned program allocates is within its budget
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from graphshard.ir import (
     unshards,
     val,
 )
+from graphshard.liveness import peak_bytes
 from graphshard.markers import UNSHARD
 from graphshard.printer import format_graph, format_type
 
@@ -209,6 +210,12 @@ def check_buckets(graph: Graph, ctx: PassContext) -> None:
             other, other_key = seen.setdefault(bucket, (node, key))
             if key != other_key:
                 _fail("B1", graph, node, f"bucket {bucket!r} mixes {key} with {other_key} of %{other.name}")
+
+
+def check_budget(graph: Graph, ctx: PassContext, budget_bytes: int) -> None:
+    """S2: what the lowered program allocates, arguments included, is within the budget that it was planned for."""
+    if (peak := peak_bytes(graph, ctx)) > budget_bytes:
+        raise VerifyError("S2", f"the {ctx.direction} program allocates {peak} bytes, want at most {budget_bytes}")
 
 
 def check_dtypes(graph: Graph) -> None:

@@ -74,6 +74,20 @@ def say_summary(eager: list[StepResult], compiled: list[StepResult], rows: list[
         say(f"  {name:<28} {left:>12} {right:>12}")
 
 
+def say_plan(trainer: Trainer, backend: str, step: int) -> None:
+    """What the planner foretells, in a line for each program; with measured times beside, as a page to open."""
+    with graphshard.measure(trainer.model):
+        trainer.forward_backward(step)
+    trainer.optimizer.zero_grad()
+    explanation = graphshard.explain(trainer.model)
+    say("\n  the plan, as graphshard.explain(model).to_summary() has it:")
+    say(textwrap.indent(explanation.to_summary(), "  "))
+    if dist.get_rank() == 0:
+        path = Path(tempfile.gettempdir()) / f"graphshard-demo-{backend}.html"
+        explanation.save(path)
+        say(f"  its timeline, and why each collective is not hidden: {path}\n")
+
+
 def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batches) -> bool:
     """Trains both engines from one seed, then goes on from a checkpoint; returns whether all was equal."""
     bound = BOUNDS[backend]
@@ -111,13 +125,14 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
     )
     say()
     say(textwrap.indent(programs, "  "))
+    say_plan(compiled, backend, steps)
     checks = {
         "every step is equal": steps_equal == steps,
         "the loss falls": last[1] < first[1],
         "the model ran as compiled programs": sum(program.runs for program in report.programs) > 0,
         "the report counts what the profiler sees": launched == profiled,
         "all-gathers: at most eager's": launched["all_gather"] <= eager_launched["all_gather"],
-        "reduce-scatters: as many as eager's": launched["reduce_scatter"] == eager_launched["reduce_scatter"],
+        "reduce-scatters: at most eager's": launched["reduce_scatter"] <= eager_launched["reduce_scatter"],
         "training goes on equally from the checkpoint": resume(compiled, backend, steps, mesh, batches),
     }
     checks = {check: on_all_ranks(passed) for check, passed in checks.items()}

@@ -3,6 +3,8 @@
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
+from graphshard.planner.keep import choose_kept, kept_problems
+from graphshard.planner.live_memory import LiveBytes, live_by_category
 from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
@@ -15,6 +17,7 @@ __all__ = [
     "Event",
     "Exposure",
     "Gather",
+    "LiveBytes",
     "OwnCollective",
     "Problem",
     "Reduction",
@@ -23,8 +26,11 @@ __all__ = [
     "Transfer",
     "best_schedule",
     "check_schedule",
+    "choose_kept",
     "fixed_size_schedule",
     "fsdp2_schedule",
+    "kept_problems",
+    "live_by_category",
     "lower_bound_us",
     "per_parameter_schedule",
     "simulate",

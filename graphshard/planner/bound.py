@@ -3,7 +3,7 @@
 The greatest of several times that no schedule can beat: computation with the head and the tail that nothing can hide;
 what each gather has to wait for, then the computation behind it; the computation in front of each reduction, then what
 is left to reduce; and the communication of each process group. Latencies are counted once for each kind of collective,
-copies as cheap as they can be, and memory is not limited.
+copies as cheap as they can be, hidden where something is awaited anyway, and memory is not limited.
 """
 
 from __future__ import annotations
@@ -16,54 +16,65 @@ from graphshard.planner.problem import Gather, Problem, Reduction
 
 def lower_bound_us(problem: Problem) -> float:
     """No schedule of `problem` takes less."""
-    elapsed, total = problem.elapsed_us, problem.compute_us
-    copies_us = sum(min(g.alone_in_us + g.alone_out_us, g.copy_in_us + g.copy_out_us) for g in problem.gathers)
-    copies_us += sum(min(r.alone_in_us + r.alone_out_us, r.copy_in_us + r.copy_out_us) for r in problem.reductions)
-    first = [g for g in problem.gathers if elapsed[g.first_use] == 0.0]
-    last = [r for r in problem.reductions if elapsed[r.ready] == total]
-    head_us = max(_at_once(first).values(), default=0.0)
-    tail_us = max(_at_once(last).values(), default=0.0)
-    busy = _at_once(problem.gathers)
-    for stream, us in _at_once(problem.reductions).items():
-        busy[stream] += us
+    elapsed, total_us = problem.elapsed_us, problem.compute_us
+    head_us = max(_at_once([g for g in problem.gathers if elapsed[g.first_use] == 0.0]).values(), default=0.0)
+    tail_us = max(_at_once([r for r in problem.reductions if elapsed[r.ready] == total_us]).values(), default=0.0)
+    busy = _at_once([*problem.gathers, *problem.reductions])
     for own in problem.own:
         busy[own.stream] += own.us
     busiest_us = max(busy.values(), default=0.0)
-    # While a collective is under way, computation is slower: it makes up for that behind or before.
-    slowed = problem.contention / (1.0 + problem.contention)
-    computed_us = total + copies_us + slowed * max(0.0, busiest_us - head_us - tail_us)
-    bounds = [busiest_us, head_us + computed_us + tail_us]
-    for gathers in _by_stream(problem.gathers).values():
-        us = max(0.0, min(g.transfer.alpha_us for g in gathers))
+    bounds = [busiest_us, head_us, tail_us]
+    if total_us:
+        # While a collective is under way, computation is slower: it makes up for that behind or before.
+        slowed = problem.contention / (1.0 + problem.contention)
+        slowed_us = slowed * max(0.0, busiest_us - head_us - tail_us)
+        bounds.append(head_us + total_us + _copies_us(problem, head_us, tail_us) + slowed_us + tail_us)
+    for stream in range(len(problem.streams)):
+        gathers = [g for g in problem.gathers if g.transfer.stream == stream]
+        us = min((g.transfer.alpha_us for g in gathers), default=0.0)
         for gather in gathers:
             us += gather.wire_bytes * gather.transfer.us_per_byte
-            bounds.append(us + total - elapsed[gather.first_use] + tail_us)
-    for reductions in _by_stream(problem.reductions).values():
-        us = min(r.transfer.alpha_us for r in reductions)
+            left_us = total_us - elapsed[gather.first_use]
+            bounds.append(us + left_us + (tail_us if left_us else 0.0))
+        reductions = [r for r in problem.reductions if r.transfer.stream == stream]
+        us = min((r.transfer.alpha_us for r in reductions), default=0.0)
         for reduction in reversed(reductions):
             us += reduction.wire_bytes * reduction.transfer.us_per_byte
-            bounds.append(head_us + elapsed[reduction.ready] + us)
+            before_us = elapsed[reduction.ready]
+            bounds.append(us + before_us + (head_us if before_us else 0.0))
     return max(bounds)
 
 
-def _by_stream(items: Sequence[Gather] | Sequence[Reduction]) -> dict[int, list[Gather | Reduction]]:
-    found: dict[int, list[Gather | Reduction]] = defaultdict(list)
-    for item in items:
-        found[item.transfer.stream].append(item)
-    return found
+def _copies_us(problem: Problem, head_us: float, tail_us: float) -> float:
+    """Copies as cheap as they can be, without what the waits of the head and of the tail may hide."""
+    elapsed, in_head, in_tail, in_both = problem.elapsed_us, 0.0, 0.0, 0.0
+    for gather in problem.gathers:
+        us = min(gather.alone_in_us + gather.alone_out_us, gather.copy_in_us + gather.copy_out_us)
+        if elapsed[gather.first_use] == problem.compute_us:
+            in_both += us
+        else:
+            in_head += us
+    for reduction in problem.reductions:
+        us = min(reduction.alone_in_us + reduction.alone_out_us, reduction.copy_in_us + reduction.copy_out_us)
+        if elapsed[reduction.ready] == 0.0:
+            in_both += us
+        else:
+            in_tail += us
+    in_both += min(in_head - head_us, 0.0) + min(in_tail - tail_us, 0.0)
+    return max(in_head - head_us, 0.0) + max(in_tail - tail_us, 0.0) + max(in_both, 0.0)
 
 
-def _at_once(items: Sequence[Gather] | Sequence[Reduction]) -> dict[int, float]:
+def _at_once(items: Sequence[Gather | Reduction]) -> dict[int, float]:
     """The least time of each stream, were all of `items` sent as few collectives as possible."""
     found: dict[int, float] = defaultdict(float)
-    latency: dict[tuple[int, int, int], float] = {}
+    latency: dict[tuple[int, int, str], float] = {}
     for item in items:
         found[item.transfer.stream] += item.wire_bytes * item.transfer.us_per_byte
-        latency[item.transfer.stream, item.key, 0] = item.transfer.alpha_us
-        then = item.then if isinstance(item, Reduction) else None
+        kind, then = ("reduce", item.then) if isinstance(item, Reduction) else ("gather", None)
+        latency[item.transfer.stream, item.key, kind] = item.transfer.alpha_us
         if then is not None:
             found[then.stream] += item.shard_bytes * then.us_per_byte
-            latency[then.stream, item.key, 1] = then.alpha_us
+            latency[then.stream, item.key, "then"] = then.alpha_us
     for (stream, _, _), alpha_us in latency.items():
         found[stream] += alpha_us
     return found

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
-from graphshard.planner.beam import beam_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.problem import Problem
 from graphshard.planner.schedule import Schedule
+from graphshard.planner.search import searched
 from graphshard.planner.simulator import Simulation, simulate
+
+# Of the walks that are as good as the best, so many are simulated.
+_COMPARED = 8
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Choice:
 
     Attributes:
         name: ``"search"``, or the rival that won.
-        rivals: (name, time in us, peak bytes) of FSDP2's schedule, one collective per parameter, and fixed-size buckets.
+        rivals: (name, time in us, peak bytes) of FSDP2's schedule, of one collective per parameter, and of buckets of a
+            fixed size.
     """
 
     schedule: Schedule
@@ -51,12 +55,15 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None) -> Choice:
     if budget_bytes is None:
         budget_bytes = simulations["fsdp2"].peak_bytes
     found = dict(rivals)
-    for units in (1, 2, 16):
-        searched = beam_schedule(problem, budget_bytes, units=units)
-        if searched is not None:
-            simulation = simulate(problem, searched)
-            if "search" not in simulations or simulation.step_us < simulations["search"].step_us:
-                found["search"], simulations["search"] = searched, simulation
+    for placed in searched(problem, budget_bytes).good()[:_COMPARED]:
+        schedule = placed.schedule()
+        simulation = simulate(problem, schedule)
+        known = simulations.get("search")
+        if known is None or (len(schedule.buckets), simulation.peak_bytes) < (
+            len(found["search"].buckets),
+            known.peak_bytes,
+        ):
+            found["search"], simulations["search"] = schedule, simulation
     fitting = [name for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(simulations, key=lambda name: simulations[name].peak_bytes)

@@ -49,7 +49,11 @@ def shard_eager(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], 
 def shard_compiled(
     model: nn.Module, mesh: DeviceMesh, backend: str, options: Mapping[str, Any], annotate: Annotate | None
 ) -> None:
-    """Shards and compiles `model` in place with graphshard: the other side of `shard_eager`."""
+    """Shards and compiles `model` in place with graphshard: the other side of `shard_eager`.
+
+    As eager does, one collective per unit, unless `options` say otherwise.
+    """
+    options = {"plan": "fsdp2", **options}
     if annotate is None:
         compiled = graphshard.compile(model, mesh, backend=backend, **options)
     else:

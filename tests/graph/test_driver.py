@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard import driver, env, passes
 from graphshard.errors import VerifyError
-from graphshard.ir import WAIT, Builder, aten, launches, output_node
+from graphshard.ir import WAIT, Builder, aten, launches, output_node, reductions, unshards
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.passes import PROGRAM, Pass
 from graphshard.printer import format_graph
@@ -187,7 +187,7 @@ def _gather_again(graph: Graph) -> None:
 
 
 def _bucket_all(graph: Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+    for node in [*unshards(graph), *reductions(graph)]:
         node.meta["bucket"] = ("everything", 0)
 
 
@@ -233,7 +233,7 @@ def test_broken_pass_is_rejected_by_the_invariant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GRAPHSHARD_VERIFY", level)
-    step, marked = broken(damage, **changes), backward() if damage is _drop_reduction else forward()
+    step, marked = broken(damage, **changes), backward() if damage in (_drop_reduction, _bucket_all) else forward()
     with pytest.raises(VerifyError, match=rf"^\[{invariant}\] ") as caught:
         run_with(monkeypatch, step, before, marked)
     assert caught.value.invariant == invariant

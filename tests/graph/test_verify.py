@@ -127,9 +127,8 @@ def test_g4_rejects_a_changed_signature(damage: Callable[[Marked], None]) -> Non
         Weight("block.b", (4,), 1, group="1"),
         Weight("block.b", (4,), 1, world_size=4),
         Weight("block.b", (4,), 1, device="cuda"),
-        Weight("other.b", (4,), 1),
     ],
-    ids=["group", "world size", "device", "unit"],
+    ids=["group", "world size", "device"],
 )
 def test_b1_rejects_a_gather_of_unlike_members(other: Weight) -> None:
     marked = two_gathers(Weight("block.a", (4,)), Weight("block.c", (2, 4), 2, param_dtype=BF16), other)
@@ -144,9 +143,8 @@ def test_b1_rejects_a_gather_of_unlike_members(other: Weight) -> None:
         Weight("block.b", (4,), 1, replicas=2),
         Weight("block.b", (4,), 1, dtype=BF16, param_dtype=F32),
         Weight("block.b", (4,), 1, reduce_dtype=F16),
-        Weight("other.b", (4,), 1),
     ],
-    ids=["group", "world size", "copies", "stored dtype", "reduce dtype", "unit"],
+    ids=["group", "world size", "copies", "stored dtype", "reduce dtype"],
 )
 def test_b1_rejects_a_reduction_of_unlike_members(other: Weight) -> None:
     like = Weight("block.c", (2, 4), 2, param_dtype=BF16, reduce_dtype=F32, dim=1)
@@ -160,6 +158,13 @@ def _assert_rejects_the_last_member(marked: Marked, target: Callable[..., object
     unlike.meta["bucket"] = ("planned", 2)
     check = lambda: verify.check_buckets(marked.graph, marked.ctx)  # noqa: E731
     assert_rejects("B1", check, f"%{unlike.name}: bucket 'planned'", f"%{like.name}")
+
+
+def test_b1_lets_units_of_equal_settings_share_a_bucket() -> None:
+    marked = two_gathers(Weight("block.a", (4,)), Weight("block.c", (2, 4), 2), Weight("other.b", (4,), 1))
+    for place, node in enumerate(marked.calls(UNSHARD)):
+        node.meta["bucket"] = ("planned", place)
+    verify.check_buckets(marked.graph, marked.ctx)
 
 
 def test_b1_rejects_a_gather_and_a_reduction_in_one_bucket() -> None:

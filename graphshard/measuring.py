@@ -1,0 +1,105 @@
+"""What collectives really took: launches and waits of programs, seen by torch's profiler.
+
+A program's launches and waits run in the order of its graph, whatever compiled it: the n-th event of a run belongs to
+the n-th launch or wait of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch.fx import Graph
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
+from graphshard.report import ProgramRecord
+
+_PREFIX = "graphshard::program "
+_EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, WAIT)}
+_measured: ContextVar[dict[str, ProgramRecord] | None] = ContextVar("measured", default=None)
+_numbers = itertools.count()
+
+
+class Timing(NamedTuple):
+    """When one collective of a program ran, in microseconds from the program's start: medians of the runs.
+
+    Attributes:
+        launch_us: its launch began.
+        done_us: its wait was over.
+        waited_us: of that, the program stood still.
+    """
+
+    launch_us: float
+    done_us: float
+    waited_us: float
+
+
+def communication_order(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """(``"launch"`` or ``"wait"``, bucket) of a lowered graph, in order; the model's own collectives by node name."""
+    name_of = {node: found.bucket if (found := collective(node)) else node.name for node in launches(graph)}
+    order = []
+    for node in graph.nodes:
+        if node in name_of:
+            order.append(("launch", name_of[node]))
+        elif is_call(node, WAIT):
+            source = node.args[0]
+            order.append(("wait", name_of.get(source, node.name)))  # type: ignore[arg-type]
+    return tuple(order)
+
+
+def timed(record: ProgramRecord) -> AbstractContextManager[Any]:
+    """Marks one run of a program, if someone measures."""
+    found = _measured.get()
+    if found is None:
+        return nullcontext()
+    name = f"{_PREFIX}{next(_numbers)}"
+    found[name] = record
+    return record_function(name)
+
+
+@contextmanager
+def measured_programs() -> Iterator[None]:
+    """Times every launch and wait of the programs that run inside; `ProgramRecord.timings` holds the medians after."""
+    runs: dict[str, ProgramRecord] = {}
+    token = _measured.set(runs)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            yield
+    finally:
+        _measured.reset(token)
+    events = [event for event in profiler.events() or () if event.name in runs or event.name in _EVENTS]
+    samples: dict[int, dict[str, list[Timing]]] = {}
+    records = {id(record): record for record in runs.values()}
+    for run in (event for event in events if event.name in runs):
+        start, end = run.time_range.start, run.time_range.end
+        inside = sorted(
+            (event.time_range.start - start, event.time_range.end - start)
+            for event in events
+            if event.name in _EVENTS and event.thread == run.thread and start <= event.time_range.start <= end
+        )
+        record = runs[run.name]
+        if len(inside) == len(record.order):
+            for bucket, timing in _timings(record.order, inside).items():
+                samples.setdefault(id(record), {}).setdefault(bucket, []).append(timing)
+    for number, by_bucket in samples.items():
+        records[number].timings = {bucket: _median(timings) for bucket, timings in by_bucket.items()}
+
+
+def _timings(order: Sequence[tuple[str, str]], spans: Sequence[tuple[float, float]]) -> Mapping[str, Timing]:
+    launched: dict[str, float] = {}
+    found: dict[str, Timing] = {}
+    for (what, bucket), (start_us, end_us) in zip(order, spans, strict=True):
+        if what == "launch":
+            launched[bucket] = start_us
+        elif bucket in launched:
+            found[bucket] = Timing(launched[bucket], end_us, end_us - start_us)
+    return found
+
+
+def _median(timings: Sequence[Timing]) -> Timing:
+    return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))

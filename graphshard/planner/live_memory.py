@@ -1,0 +1,108 @@
+"""What is allocated at each position of a program, by what it is for: the split of `Simulation.live_bytes`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch
+from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.schedule import Action, Schedule, Step
+
+
+class LiveBytes(NamedTuple):
+    """Bytes allocated at one moment.
+
+    Attributes:
+        computation_bytes: of the computation itself, `Problem.op_bytes`.
+        parameter_bytes: of gathered parameters, from the wait to their last use.
+        gradient_bytes: of gradients that are not reduced yet.
+        reduced_bytes: of the results of reductions, this rank's shards.
+        buffer_bytes: of the inputs and outputs of collectives that are under way or not yet copied out.
+    """
+
+    computation_bytes: int
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    reduced_bytes: int = 0
+    buffer_bytes: int = 0
+
+
+def live_by_category(problem: Problem, schedule: Schedule) -> tuple[LiveBytes, ...]:
+    """At each position, the end included, the moment at which the most is allocated.
+
+    The sum of an entry is that of `Simulation.live_bytes`.
+    """
+    actions: dict[int, list[Action]] = defaultdict(list)
+    for action in schedule.actions:
+        actions[action.before].append(action)
+    walk = _Walk(problem)
+    for position in range(len(problem.ops) + 1):
+        for action in actions[position]:
+            members = schedule.members(problem, action.bucket)
+            if action.step == "launch":
+                walk.launch(members, position)
+            else:
+                walk.wait(members, action.step, position)
+        walk.end_of(position)
+    return tuple(walk.most)
+
+
+class _Walk:
+    """The rules are the simulator's: memory follows the order of the program."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.base = [*problem.op_bytes, problem.op_bytes[-1] if problem.op_bytes else 0]
+        self.most = [LiveBytes(base) for base in self.base]
+        self.parameters = self.gradients = self.reduced = self.buffers = 0
+        ops = len(problem.ops)
+        self.grads, self.frees = [0] * (ops + 1), [0] * (ops + 1)
+        for reduction in problem.reductions:
+            self.grads[max(0, reduction.ready - 1)] += reduction.grad_bytes
+        if not ops:
+            self.gradients = self.grads[0]
+
+    def _see(self, at: int) -> None:
+        now = LiveBytes(self.base[at], self.parameters, self.gradients, self.reduced, self.buffers)
+        if sum(now) > sum(self.most[at]):
+            self.most[at] = now
+
+    def launch(self, members: Sequence[Gather] | Sequence[Reduction], at: int) -> None:
+        held, freed = held_by_launch(members)
+        results = sum(member.shard_bytes for member in members) if isinstance(members[0], Reduction) else 0
+        self.reduced += results
+        self.buffers += held - results
+        self._see(at)
+        self.gradients -= freed
+
+    def wait(self, members: Sequence[Gather] | Sequence[Reduction], step: Step, at: int) -> None:
+        freed = freed_by_wait(members)
+        if isinstance(members[0], Reduction):
+            sent_itself = len(members) == 1 and members[0].alone_in_us == 0.0
+            if step == "wait" and sent_itself:
+                self.gradients -= freed
+            elif step == "wait":
+                self.buffers -= freed
+            self._see(at)
+            return
+        full = copied_out_bytes(members)
+        if full:
+            self.parameters += full
+        else:
+            received = sum(member.wire_bytes for member in members)
+            self.buffers -= received
+            self.parameters += received
+        self._see(at)
+        self.buffers -= freed
+        for gather in members:
+            assert isinstance(gather, Gather)
+            if gather.last_use < len(self.frees) - 1:
+                kept = gather.full_bytes if len(members) > 1 else gather.alone_out_bytes or gather.wire_bytes
+                self.frees[max(gather.last_use, at)] += kept
+
+    def end_of(self, at: int) -> None:
+        if at < len(self.grads) - 1:
+            self.gradients += self.grads[at]
+        self._see(at)
+        self.parameters -= self.frees[at]

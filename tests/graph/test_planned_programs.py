@@ -1,0 +1,183 @@
+"""Any schedule of a marked graph becomes a program: same results, in the planned order, in the bytes foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphshard import driver, verify
+from graphshard.cost import HARDWARE, CostModel, GroupShape
+from graphshard.emit_reduction import ALL_REDUCE_BUCKET
+from graphshard.errors import VerifyError
+from graphshard.extraction import Scene, extract_problem
+from graphshard.ir import WAIT, Flags, collective, is_call, launches
+from graphshard.liveness import peak_bytes
+from graphshard.plan import END
+from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, simulate
+from graphshard.planning import Planning, RegionPlanning, named_plan
+from graphshard.settings import UnitSettings
+from tests.graph.graphs import BATCH, BF16, CLASSES, F32, WIDTH, Marked, toy_backward, toy_forward, toy_weights
+from tests.graph.lockstep import mesh_groups, run_ranks
+
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SCENE = Scene(CostModel(HARDWARE["h100"]), lambda name: GroupShape(4, 1))
+
+LAYOUTS = st.sampled_from(
+    [
+        {"world_size": 2},
+        {"world_size": 4},
+        {"world_size": 2, "param_dtype": BF16, "reduce_dtype": F32},
+        {"world_size": 3, "dim": 0},
+        {"world_size": 2, "replicas": 2},
+        {"world_size": 1, "replicas": 2},
+    ]
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, problem: Problem) -> Schedule:
+    """Any buckets of equal keys, launched and awaited anywhere that is allowed."""
+    end = len(problem.ops)
+    buckets, placed = [], []
+    for kind, items in (("gather", problem.gathers), ("reduce", problem.reductions)):
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault((item.key, draw(st.integers(0, 2))), []).append(i)
+        for group in groups.values():
+            number, members = len(buckets), [items[i] for i in group]
+            buckets.append(Bucket(kind, tuple(group)))  # type: ignore[arg-type]
+            last = min(item.first_use for item in members) if kind == "gather" else end  # type: ignore[union-attr]
+            launch = draw(st.integers(max(item.ready for item in members), last))
+            wait = draw(st.integers(launch, last))
+            placed += [(launch, 0, Action(launch, "launch", number)), (wait, 1, Action(wait, "wait", number))]
+            if getattr(members[0], "then", None) is not None:
+                finish = draw(st.integers(wait, end))
+                placed.append((finish, 2, Action(finish, "finish", number)))
+    return Schedule(tuple(buckets), tuple(action for *_, action in sorted(placed)))
+
+
+def lowered(marked: Marked, schedule: Schedule | None) -> Any:
+    problem = extract_problem(marked.graph, marked.ctx, SCENE)
+    planner = None if schedule is None else lambda graph, ctx: named_plan(problem, schedule)
+    return driver.lower(marked.gm, replace(marked.ctx, planner=planner), "test").gm
+
+
+def toys(layout: dict[str, Any]) -> list[tuple[Marked, Callable[[int], list[Tensor]]]]:
+    """Forward and backward, each with the arguments of a rank."""
+    weights = [replace(weight, **layout) for weight in toy_weights(3)]
+    dtype = weights[0].spec.dtype
+
+    def shards(rank: int) -> list[Tensor]:
+        full = [torch.randn(w.size, generator=torch.Generator().manual_seed(i)) for i, w in enumerate(weights)]
+        return [w.shards(value)[rank % w.world_size] for w, value in zip(weights, full, strict=True)]
+
+    def data(rank: int, *sizes: tuple[int, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(100 + rank)
+        return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+    hidden = [(BATCH, WIDTH)] * 4
+    return [
+        (toy_forward(weights), lambda rank: [*data(rank, hidden[0]), *shards(rank)]),
+        (toy_backward(weights), lambda rank: [*shards(rank), *data(rank, *hidden, (BATCH, CLASSES))]),
+    ]
+
+
+@EXAMPLES
+@given(st.data(), LAYOUTS, st.sampled_from([0, 1]))
+def test_any_schedule_gives_the_same_results_in_its_order_and_bytes(
+    data: st.DataObject, layout: dict[str, Any], which: int
+) -> None:
+    marked, arguments = toys(layout)[which]
+    problem = extract_problem(marked.graph, marked.ctx, SCENE)
+    schedule = data.draw(schedules(problem))
+    check_schedule(problem, schedule)
+    planned = lowered(marked, schedule)
+    _assert_in_order(planned.graph, problem, schedule)
+    foretold = simulate(problem, schedule).peak_bytes
+    # On one rank a gather may be a view of the shard, which the problem counts as a tensor.
+    assert peak_bytes(planned.graph, marked.ctx) == foretold or layout["world_size"] == 1
+    assert peak_bytes(planned.graph, marked.ctx) <= foretold
+    world_size, replicas = layout["world_size"], layout.get("replicas", 1)
+    ranks, groups = range(world_size * replicas), mesh_groups(replicas, world_size)
+    usual = lowered(marked, None)
+    got, want = (run_ranks(gm, [arguments(rank) for rank in ranks], groups) for gm in (planned, usual))
+    for ours, theirs in zip(got, want, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _assert_in_order(graph: Any, problem: Problem, schedule: Schedule) -> None:
+    plan = named_plan(problem, schedule)
+    name_of = {launch: found.bucket for launch in launches(graph) if (found := collective(launch)) is not None}
+    behind = {name.removesuffix(ALL_REDUCE_BUCKET) for name in name_of.values() if name.endswith(ALL_REDUCE_BUCKET)}
+    want, at = [], 0
+    for step in plan.steps:
+        second = step.bucket + ALL_REDUCE_BUCKET
+        want += {
+            "launch": [("launch", step.bucket, step.before)],
+            "wait": [("wait", step.bucket, step.before)]
+            + ([("launch", second, step.before)] if step.bucket in behind else []),
+            "finish": [("wait", second, step.before)],
+        }[step.step]
+    got = []
+    ops = [*problem.ops, END]
+    for node in graph.nodes:
+        if at < len(problem.ops) and node.name == problem.ops[at]:
+            at += 1
+        if node in name_of:
+            got.append(("launch", name_of[node], ops[at]))
+        elif is_call(node, WAIT):
+            got.append(("wait", name_of[node.args[0]], ops[at]))  # type: ignore[index]
+    assert got == want
+
+
+def test_problem_counts_what_moves() -> None:
+    weights = toy_weights(1, world_size=4, param_dtype=BF16, reduce_dtype=F32)
+    forward = extract_problem(toy_forward(weights).graph, toy_forward(weights).ctx, SCENE)
+    marked = toy_backward(weights)
+    backward = extract_problem(marked.graph, marked.ctx, SCENE)
+    padded = {"blocks.0.weight": 8 * WIDTH, "blocks.0.bias": 8, "head": 8 * WIDTH}
+    assert {gather.fqn: gather.wire_bytes for gather in forward.gathers} == {k: 2 * v for k, v in padded.items()}
+    assert {red.fqn: red.wire_bytes for red in backward.reductions} == {k: 4 * v for k, v in padded.items()}
+    assert [gather.first_use for gather in forward.gathers] == sorted(g.first_use for g in forward.gathers)
+    assert {gather.unit for gather in forward.gathers} == {"blocks.0", ""}
+
+
+def test_units_of_other_settings_have_keys_of_their_own() -> None:
+    marked = toy_backward(toy_weights(2))
+    ctx = replace(marked.ctx, flags=Flags(units=(("blocks.0", UnitSettings(divide_factor=3.0)),)))
+    keys = {item.unit: item.key for item in extract_problem(marked.graph, ctx, SCENE).reductions}
+    assert keys["blocks.1"] == keys[""] != keys["blocks.0"]
+
+
+def test_prefetches_that_users_chose_leave_the_order_to_them() -> None:
+    marked = toy_forward(toy_weights(2))
+    planning = RegionPlanning(Planning(SCENE))
+    flags = Flags(units=(("blocks.0", UnitSettings(forward_prefetch=("blocks.1",))),))
+    assert planning(marked.graph, replace(marked.ctx, flags=flags)) is None
+    assert planning(marked.graph, marked.ctx) is not None
+
+
+def test_s2_rejects_a_program_over_its_budget() -> None:
+    marked = toy_forward(toy_weights(2))
+    problem = extract_problem(marked.graph, marked.ctx, SCENE)
+    schedule = fsdp2_schedule(problem)
+    peak, graph = simulate(problem, schedule).peak_bytes, lowered(marked, schedule).graph
+    verify.check_budget(graph, marked.ctx, peak)
+    with pytest.raises(VerifyError, match=rf"S2.*{peak} bytes.*at most {peak - 1}"):
+        verify.check_budget(graph, marked.ctx, peak - 1)
+
+
+def test_fsdp2_mode_times_but_does_not_place() -> None:
+    marked = toy_forward(toy_weights(2))
+    planning = RegionPlanning(Planning(SCENE, mode="fsdp2"))
+    assert planning(marked.graph, marked.ctx) is None
+    assert planning.latest is not None and planning.latest.choice.name == "fsdp2"
+    assert planning.latest.choice.simulation.step_us >= planning.latest.choice.lower_bound_us
