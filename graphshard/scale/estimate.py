@@ -5,9 +5,10 @@
     optimizer   AdamW reads parameter, gradient and two moments and writes three of them: 7 accesses of each element of
                 this rank's shards; clipping the gradients 3 more, and an all-reduce of one number. All at the
                 machine's copy rate.
-    memory      at the worst place of a program: parameters, what it computes with and saves, what is gathered, reduced
-                and sent there, by the simulator; besides that two moments for each parameter and, where gradients are
-                accumulated, the sharded sum of the gradients so far.
+    memory      at the worst place of a program, by the simulator: parameters, activations (all that it computes with
+                and saves, and in backward what forward left gathered), gathered parameters, gradients, buffers of
+                collectives; besides that two moments for each parameter and, where gradients are accumulated, the
+                sharded sum of the gradients so far.
     MFU         3 x FLOPs of one forward (matmuls and attention; of causal attention half) x accumulation
                 / (step time x peak dense bf16 FLOP/s). What is recomputed does not count.
 
@@ -19,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from graphshard.cost import CostModel, Hardware
 from graphshard.cost.topology import group_shape
 from graphshard.extraction import Scene, extract_problem
@@ -28,6 +31,7 @@ from graphshard.planner import (
     Problem,
     best_schedule,
     fsdp2_schedule,
+    live_by_category,
     lower_bound_us,
     simulate,
 )
@@ -164,9 +168,26 @@ def _problem(program: TracedProgram, workload: Workload, setting: Setting, cost:
     sizes = shard_sizes(workload.traced, repetition, layout)
     if repetition.extra:
         problem = repeated(problem, repetition.units, repetition.layers, sizes.block_bytes)
+    if layout.batches == 1:
+        problem = _on_one_rank(problem, any(param.dtype != torch.bfloat16 for param in workload.traced.params))
     if setting.sequence_ranks > 1:
         problem = _shared(problem, setting.sequence_ranks, sizes.num_bytes)
     return coarsened(problem)
+
+
+def _on_one_rank(problem: Problem, casts: bool) -> Problem:
+    """Nothing is sent: what is left of a gather or a reduction is a cast, if parameters are not held in bf16."""
+    return replace(
+        problem,
+        gathers=tuple(
+            replace(g, copy_in_us=g.alone_in_us, copy_out_us=0.0, alone_out_us=0.0, alone_out_bytes=0)
+            for g in problem.gathers
+        ),
+        reductions=tuple(
+            replace(r, copy_in_us=r.alone_in_us * casts, alone_in_us=r.alone_in_us * casts, copy_out_us=0.0)
+            for r in problem.reductions
+        ),
+    )
 
 
 def _shared(problem: Problem, ranks: int, shards_bytes: int) -> Problem:
@@ -199,13 +220,13 @@ def _optimizer_us(cost: CostModel, shards_bytes: int, layout: Layout) -> float:
 def _memory(problems: list[Problem], choices: list[Choice], shards_bytes: int, accumulation: int) -> dict[str, int]:
     """The worse of the two programs, by category."""
     worst = max(range(2), key=lambda i: choices[i].simulation.peak_bytes)
-    problem, live_bytes = problems[worst], choices[worst].simulation.live_bytes
-    at = max(range(len(live_bytes)), key=lambda i: live_bytes[i])
-    computed_bytes = problem.op_bytes[min(at, len(problem.ops) - 1)]
+    live = live_by_category(problems[worst], choices[worst].schedule)
+    peak = max(live, key=sum)
     return {
         "parameters": shards_bytes,
         "optimizer": _MOMENTS * shards_bytes,
-        "accumulated gradients": shards_bytes if accumulation > 1 else 0,
-        "activations": computed_bytes - shards_bytes,
-        "gathered, gradients, buffers": live_bytes[at] - computed_bytes,
+        "gradients": (shards_bytes if accumulation > 1 else 0) + peak.gradient_bytes + peak.reduced_bytes,
+        "activations": peak.computation_bytes - shards_bytes,
+        "gathered": peak.parameter_bytes,
+        "buffers": peak.buffer_bytes,
     }

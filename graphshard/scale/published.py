@@ -98,9 +98,9 @@ ROWS: tuple[PublishedRow, ...] = (
     PublishedRow("mosaicml", _MPT, Layout(128), 10475),
     PublishedRow("mosaicml", _MPT, Layout(256), 10119),
     PublishedRow("mosaicml", _MPT, Layout(512), 9670),
-    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(1), 10471, 4, calibrates=True),
+    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(1), 10471, 4),
     PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(2), 18728 / 2, 4),
-    PublishedRow("kempnerforge", _KEMPNER, Layout(4), 38983 / 4, 2),
+    PublishedRow("kempnerforge", _KEMPNER, Layout(4), 38983 / 4, 2, calibrates=True),
     PublishedRow(
         "nemo", ModelChoice("llama3-70b", 1, 8192, "full", "bfloat16"), Layout(64), 866.77, 4, sequence_ranks=2
     ),

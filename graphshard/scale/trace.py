@@ -25,6 +25,7 @@ from graphshard.compat import compile_region_inductor, fake_tensors, module_call
 from graphshard.compat_fake import fake_process_group
 from graphshard.engine import Engine, Options
 from graphshard.ir import Direction, ParamRef
+from graphshard.scale.attention_state import call_attention_itself
 from graphshard.scale.parallel import parallelize
 from graphshard.units import resolve_units
 
@@ -171,6 +172,8 @@ class _Recorder(Engine):
         if partitioner.graphs is None:
             raise ValueError("model: got a forward without a loss to differentiate, want one that returns the loss")
         forward, backward = partitioner.graphs
+        for graph_module in partitioner.graphs:
+            call_attention_itself(graph_module.graph)
         names = [node.name for node in forward.graph.nodes if node.op == "placeholder"]
         by_name = {names[position]: shard for position, shard in captured[0].items()}
         params = {name: shard.ref() for name, shard in by_name.items()}

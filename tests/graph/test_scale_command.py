@@ -16,9 +16,7 @@ from graphshard.scale.repeat import NotRepeated
 MEAN = ["plan", "--model", "scale_models:mean", "--batch", "4", "--seq", "32", "--plan", "fsdp2"]
 
 
-def test_command_prints_and_writes_one_line_for_each_world(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_and_writes_one_line_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     assert main([*MEAN, "--world", "8..64", "--json", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -69,9 +67,7 @@ def test_command_lays_out_copies_and_shards(tmp_path: Path) -> None:
         (["--model", "scale_models:mean", "--world", "8", "--memory-budget", "1KiB"], "optimizer and accumulated"),
     ],
 )
-def test_command_says_what_is_wrong(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("graphshard plan: ")
@@ -80,9 +76,7 @@ def test_command_says_what_is_wrong(
     assert re.search(message, error), error
 
 
-def test_command_traces_every_block_where_blocks_differ(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_traces_every_block_where_blocks_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import scale_models
 
     from graphshard.scale import presets
