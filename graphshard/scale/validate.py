@@ -7,7 +7,7 @@ one row, which says so; the others are predicted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace as replace
+from dataclasses import dataclass
 
 from graphshard.scale.estimate import Setting, StepEstimate, Workload, estimate_step
 from graphshard.scale.models import ModelChoice, make_workload
@@ -113,7 +113,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
         predicted = one.predicted
         lines.append(
             f"| {one.row.cluster} | {one.row.name} | {one.row.tokens_per_s:,.0f} | {predicted.tokens_per_s:,.0f} | "
-            f"{one.error:+.1%} | {factor} | {predicted.exposed_us / predicted.step_us:.1%} | "
+            f"{round(one.error, 3) + 0.0:+.1%} | {factor} | {predicted.exposed_us / predicted.step_us:.1%} | "
             f"{predicted.peak_bytes / 2**30:.1f} |"
         )
     return "\n".join(lines) + "\n"

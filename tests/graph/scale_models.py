@@ -26,8 +26,12 @@ def decoder(layers: int, checkpointing: str = "none") -> tuple[nn.Module, tuple[
     return Decoder(size, block_runner(checkpointing)), (tokens, tokens)
 
 
-@cache  # a trace takes seconds; tests only read it
 def traced_decoder(layers: int = 4, checkpointing: str = "none", tensor: int = 1, shards: int = 2) -> Traced:
+    return _traced(layers, checkpointing, tensor, shards)
+
+
+@cache  # a trace takes seconds; tests only read it
+def _traced(layers: int, checkpointing: str, tensor: int, shards: int) -> Traced:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "TRACED_SHARDS", shards)
         return trace.trace_step(lambda: decoder(layers, checkpointing), tensor, "decoder" if tensor > 1 else "")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
 from pathlib import Path
 
 import pytest
+import scale_models
 
 from graphshard.planner import Problem
-from graphshard.scale import estimate
+from graphshard.scale import command, estimate, models
 from graphshard.scale.__main__ import main
+from graphshard.scale.estimate import Workload
+from graphshard.scale.models import ModelChoice
 from graphshard.scale.repeat import NotRepeated
 
 MEAN = ["plan", "--model", "scale_models:mean", "--batch", "4", "--seq", "32", "--plan", "fsdp2"]
@@ -30,8 +33,6 @@ def test_command_prints_and_writes_one_line_for_each_world(tmp_path: Path, capsy
 
 
 def test_command_traces_once_for_all_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphshard.scale import models
-
     count = []
     real = models.trace_step
     monkeypatch.setattr(models, "trace_step", lambda *args, **kwargs: count.append(1) or real(*args, **kwargs))
@@ -71,27 +72,24 @@ def test_command_says_what_is_wrong(arguments: list[str], message: str, capsys: 
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("graphshard plan: ")
-    import re
-
     assert re.search(message, error), error
 
 
 def test_command_traces_every_block_where_blocks_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import scale_models
+    file, asked = tmp_path / "numbers.json", []
 
-    from graphshard.scale import presets
-
-    tiny = presets.decoder("tiny", scale_models.DecoderSize(**{**vars(scale_models.SIZE), "layers": 5}), 64)
-    monkeypatch.setattr(presets, "PRESETS", {"tiny": tiny})
-    whole = tmp_path / "whole.json"
+    def make(choice: ModelChoice, all_blocks: bool = False) -> Workload:
+        asked.append(all_blocks)
+        return scale_models.workload(scale_models.traced_decoder(6 if all_blocks else 4), 6)
 
     def refuse(problem: Problem, *args: object, **kwargs: object) -> Problem:
         raise NotRepeated("blocks differ")
 
-    command = ["plan", "--model", "tiny", "--world", "8", "--plan", "fsdp2", "--json", str(whole)]
-    assert main(command) == 0
-    few = json.loads(whole.read_text())
+    monkeypatch.setattr(command, "make_workload", make)
+    arguments = ["plan", "--model", "llama3-8b", "--world", "8", "--plan", "fsdp2", "--json", str(file)]
+    assert main(arguments) == 0
+    repeated = json.loads(file.read_text())
     monkeypatch.setattr(estimate, "repeated", refuse)
-    assert main(command) == 0
-    assert json.loads(whole.read_text())[0]["step_us"] == pytest.approx(few[0]["step_us"])
-    assert sys.modules["scale_models"] is scale_models
+    assert main(arguments) == 0
+    assert asked == [False, False, True]
+    assert json.loads(file.read_text())[0]["step_us"] == pytest.approx(repeated[0]["step_us"])

@@ -37,10 +37,9 @@ def test_step_is_forward_backward_and_optimizer(workload: Workload) -> None:
     assert four.tokens_per_s == pytest.approx(4096 / four.step_us * 1e6)
 
 
-@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(512), Layout(8, copies=64)])
-@pytest.mark.parametrize("plan", ["auto", "fsdp2"])
-def test_no_step_is_faster_than_its_lower_bound(workload: Workload, layout: Layout, plan: str) -> None:
-    found = estimate(workload, layout, plan=plan)
+@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(512), Layout(8, copies=64)], ids=str)
+def test_no_step_is_faster_than_its_lower_bound(workload: Workload, layout: Layout) -> None:
+    found = estimate(workload, layout)
     assert 0.0 < found.lower_bound_us <= found.step_us * (1 + 1e-9)
     assert 0.0 <= found.exposed_us < found.step_us
 

@@ -57,9 +57,8 @@ def test_repeated_equals_a_trace_of_every_block(checkpointing: str, tensor: int)
         assert mine.step_us == pytest.approx(other.step_us)
         assert mine.exposed_us == pytest.approx(other.exposed_us)
         assert mine.peak_bytes == other.peak_bytes
-        assert [us for us in map(found.elapsed_us.__getitem__, (g.first_use for g in found.gathers))] == pytest.approx(
-            [us for us in map(wanted.elapsed_us.__getitem__, (g.first_use for g in wanted.gathers))]
-        )
+        reached = [[p.elapsed_us[g.first_use] for g in p.gathers] for p in (found, wanted)]
+        assert reached[0] == pytest.approx(reached[1])
 
 
 def test_repeated_refuses_blocks_that_differ() -> None:

@@ -92,3 +92,14 @@ def test_layout_places_groups_on_nodes() -> None:
     assert (shapes("tensor").ranks, shapes("tensor").nodes) == (2, 1)
     assert (shapes("shards").ranks, shapes("shards").nodes) == (16, 4)
     assert (shapes("copies").ranks, shapes("copies").nodes) == (4, 4)
+
+
+def test_recomputed_attention_is_called_itself() -> None:
+    recomputed = scale_models.traced_decoder(4, "full")
+    for program in (recomputed.forward, recomputed.backward):
+        graph = program.gm.graph
+        graph.lint()
+        assert not [node for node in graph.nodes if node.op == "call_function" and "rng" in str(node.target)]
+        attention = [node for node in graph.nodes if "flash_attention_for_cpu.default" in str(node.target)]
+        assert len(attention) == 4
+        assert all([value.shape[1] for value in val(node)] == [8, 8] for node in attention)

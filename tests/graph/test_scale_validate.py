@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,13 @@ from graphshard.scale.published import CLUSTERS, ROWS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 PINNED = torch.__version__.startswith("2.13.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validate, "make_workload", cache(make_workload))
+        yield
 
 
 def documented() -> list[str]:
@@ -42,6 +52,14 @@ def test_document_shows_what_the_command_prints() -> None:
     assert predicted == sorted(predicted, reverse=True), "more GPUs, fewer tokens per second of each, as published"
 
 
+def test_document_ranks_rows_as_they_were_measured() -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in documented()[2:]]
+    for cluster in CLUSTERS:
+        numbers = [[float(cell.replace(",", "")) for cell in row[2:4]] for row in rows if row[0] == cluster]
+        by_measured, by_predicted = (sorted(numbers, key=lambda pair, i=i: pair[i]) for i in range(2))  # type: ignore[misc]
+        assert by_measured == by_predicted, cluster
+
+
 def test_each_cluster_is_fitted_to_at_most_one_row_of_its_own() -> None:
     for cluster in CLUSTERS:
         rows = [row for row in ROWS if row.cluster == cluster]
@@ -51,13 +69,13 @@ def test_each_cluster_is_fitted_to_at_most_one_row_of_its_own() -> None:
 
 def test_fit_finds_the_rate_that_explains_a_row() -> None:
     row = next(row for row in ROWS if row.cluster == "mosaicml")
-    workload = make_workload(row.model)
+    workload = validate.make_workload(row.model)
     for wanted in (0.5, 1.3):
         measured = validate.predict(row, workload, wanted).tokens_per_s
-        made_up = validate.replace(row, tokens_per_s=measured)
+        made_up = replace(row, tokens_per_s=measured)
         assert validate.fit_efficiency(made_up, workload) == pytest.approx(wanted, rel=1e-3)
     with pytest.raises(ValueError, match="no rate of matmuls explains"):
-        validate.fit_efficiency(validate.replace(row, tokens_per_s=1e9), workload)
+        validate.fit_efficiency(replace(row, tokens_per_s=1e9), workload)
 
 
 def test_table_is_put_between_its_marks() -> None:
