@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("demo",),
     ("testing",),
+    ("scale",),
     ("graphshard",),
     ("explaining",),
     ("api",),
@@ -43,13 +44,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("calibrate", "plan", "explain"),
     ("cost",),
     ("agreement",),
-    ("fsdp2", "compat", "compat_store", "env", "errors", "settings", "planner", "orders", "table_text", "version"),
+    (
+        "fsdp2",
+        "compat",
+        "compat_store",
+        "compat_fake",
+        "env",
+        "errors",
+        "settings",
+        "planner",
+        "orders",
+        "table_text",
+        "version",
+    ),
 )
 
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_store.py"
+    "graphshard/compat_store.py", "graphshard/compat_fake.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.

@@ -1,0 +1,78 @@
+"""Small models for the scale studies."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphshard.scale import trace
+from graphshard.scale.checkpointing import block_runner
+from graphshard.scale.decoder import Decoder, DecoderSize
+from graphshard.scale.estimate import Workload
+from graphshard.scale.model_size import Repetition
+from graphshard.scale.trace import Traced
+
+SIZE = DecoderSize(dim=512, layers=0, heads=8, kv_heads=2, ffn=1024, vocab=1024)
+BATCH, SEQ = 2, 512
+
+
+def decoder(layers: int, checkpointing: str = "none") -> tuple[nn.Module, tuple[Tensor, ...]]:
+    size = DecoderSize(**{**vars(SIZE), "layers": layers})
+    tokens = torch.randint(SIZE.vocab, (BATCH, SEQ))
+    return Decoder(size, block_runner(checkpointing)), (tokens, tokens)
+
+
+def traced_decoder(layers: int = 4, checkpointing: str = "none", tensor: int = 1, shards: int = 2) -> Traced:
+    return _traced(layers, checkpointing, tensor, shards)
+
+
+@cache  # a trace takes seconds; tests only read it
+def _traced(layers: int, checkpointing: str, tensor: int, shards: int) -> Traced:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "TRACED_SHARDS", shards)
+        return trace.trace_step(lambda: decoder(layers, checkpointing), tensor, "decoder" if tensor > 1 else "")
+
+
+def workload(traced: Traced, layers: int) -> Workload:
+    """As if `traced` had `layers` blocks."""
+    units = tuple(sorted({param.unit for param in traced.params if param.unit}))
+    return Workload(traced, Repetition(units, layers), BATCH * SEQ)
+
+
+class Mean(nn.Module):
+    """Two equal blocks; a forward that returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.mean()
+
+
+class Breaking(Mean):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Detached(Mean):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def mean(batch: int, seq: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Mean(), (torch.randn(batch, seq, 64),)
+
+
+def only_a_module(batch: int, seq: int) -> Any:
+    return Mean()
+
+
+NOT_A_FUNCTION = 3
