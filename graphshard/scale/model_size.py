@@ -1,0 +1,78 @@
+"""What a traced model has as a whole: parameters and floating-point operations, at its full depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphshard.cost import node_flops
+from graphshard.ir import ParamRef, shard_placeholder, unshards
+from graphshard.scale.resize import Layout, resized_param
+from graphshard.scale.trace import Traced
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Blocks of a model that were traced for more of them.
+
+    Attributes:
+        units: their units, ``"layers.0"`` and so on, in the model's order.
+        layers: how many the model has.
+    """
+
+    units: tuple[str, ...]
+    layers: int
+
+    @property
+    def extra(self) -> int:
+        """Blocks that were not traced."""
+        return self.layers - len(self.units)
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """Shards of one rank.
+
+    Attributes:
+        numel: elements of all of them.
+        num_bytes: of all of them.
+        block_bytes: of one block's.
+    """
+
+    numel: int
+    num_bytes: int
+    block_bytes: int
+
+
+def shard_sizes(traced: Traced, repetition: Repetition, layout: Layout) -> ShardSizes:
+    """What one rank holds on `layout`."""
+    params = [resized_param(param, layout) for param in traced.params]
+    block = [param for param in params if repetition.units and param.unit == repetition.units[0]]
+    numel, num_bytes = _total(params)
+    block_numel, block_bytes = _total(block)
+    return ShardSizes(
+        numel + repetition.extra * block_numel, num_bytes + repetition.extra * block_bytes, block_bytes
+    )
+
+
+def _total(params: Sequence[ParamRef]) -> tuple[int, int]:
+    return sum(p.shard_numel for p in params), sum(p.shard_numel * p.dtype.itemsize for p in params)
+
+
+def forward_flops(traced: Traced, repetition: Repetition) -> int:
+    """Floating-point operations of matmuls and attention in one forward, on one rank; of causal attention half."""
+    graph, params = traced.forward.gm.graph, traced.forward.params
+    nodes = list(graph.nodes)
+    flops = [node_flops(node) for node in nodes]
+    total = sum(flops)
+    if not repetition.extra:
+        return total
+    place = {node: i for i, node in enumerate(nodes)}
+    first: dict[str, int] = defaultdict(lambda: len(nodes))
+    for marker in unshards(graph):
+        unit = params[shard_placeholder(marker).name].unit
+        first[unit] = min([first[unit], *(place[user] for user in marker.users)])
+    kept = (len(repetition.units) - 1) // 2
+    start, end = (first[repetition.units[kept + i]] for i in range(2))
+    return total + repetition.extra * sum(flops[start:end])
