@@ -19,6 +19,9 @@ from graphshard.ir import ParamRef, output_node, reductions, shard_placeholder, 
 from graphshard.scale.repeat import TRACED_BLOCKS, NotRepeated
 from graphshard.scale.trace import TracedProgram
 
+# In the meta of a copied node: name of the node that was traced.
+COPY_OF = "copy_of"
+
 
 def deepened(program: TracedProgram, units: Sequence[str], layers: int) -> TracedProgram:
     """`program`, whose blocks are `units`, as if there were `layers` of them.
@@ -137,7 +140,7 @@ class _Deepening:
                         map_arg(node.kwargs, lambda source, copy=copy: self._read_by(copy, source)),
                         f"{node.name}_copy{copy}",
                     )
-                made.meta = dict(node.meta)
+                made.meta = {**node.meta, COPY_OF: node.name}
                 self.made[node, copy] = made
                 if is_placeholder:
                     made.target = made.name
