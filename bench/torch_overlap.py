@@ -1,9 +1,10 @@
 """What torch's own overlap pass makes of a program, read back as a schedule of graphshard's planner.
 
 `torch._inductor.fx_passes.overlap_scheduling.schedule_overlap_bucketing` gets the graph with one collective for each
-parameter, as plain Inductor would. It asks graphshard's cost model for every time, and may use what the memory budget
-leaves above the peak of the graph that it gets. Its order of the computation, its buckets, launches and waits are then
-simulated as any other schedule: copies cost what graphshard's own copies of the same buckets do.
+parameter, as plain Inductor would. It asks graphshard's cost model for every time; its limits of memory are its own: 1 GB
+or 5 % above the peak of the graph that it gets. Its order of the computation, its buckets, launches and waits are then
+simulated as any other schedule: copies cost what graphshard's own copies of the same buckets do, an operation costs the
+same wherever it stands.
 
 The graph that it gets is as on a GPU: its fake tensors are, since the pass counts no memory of others, and attention is
 the operator of GPUs, since the pass knows no FLOPs of the one of CPUs.
@@ -11,6 +12,7 @@ the operator of GPUs, since the pass knows no FLOPs of the one of CPUs.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import math
@@ -23,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import group as groups
 from torch.fx import Graph, GraphModule, Node
 
@@ -84,14 +87,13 @@ def _pass() -> Callable[..., Any] | None:
     return found
 
 
-def overlapped(graph: Graph, ctx: PassContext, scene: Scene, spare_bytes: int) -> Overlapped:
+def overlapped(graph: Graph, ctx: PassContext, scene: Scene) -> Overlapped:
     """Runs torch's pass on a marked graph, which stays as it is.
 
     Args:
         graph: flags and residency have been applied.
         ctx: its parameters and flags.
         scene: machine and process groups.
-        spare_bytes: that the pass may allocate beyond the peak of one collective per parameter.
 
     Raises:
         Unreadable: what the pass made is no schedule.
@@ -112,7 +114,7 @@ def overlapped(graph: Graph, ctx: PassContext, scene: Scene, spare_bytes: int) -
         gm = GraphModule(lowered.owning_module, lowered)
         schedule = _pass()
         assert schedule is not None
-        with _rates_of(scene.cost.hardware), quiet():
+        with _rates_of(scene.cost.hardware), _quiet():
             schedule(
                 gm,
                 collective_bucketing=True,
@@ -120,8 +122,6 @@ def overlapped(graph: Graph, ctx: PassContext, scene: Scene, spare_bytes: int) -
                 compute_estimator="analytical",
                 collective_estimator="analytical",
                 bucket_mode="custom_ops",
-                max_memory_increase_gb=max(0, spare_bytes) / 2**30,
-                max_memory_increase_ratio=None,
                 pre_bucketing_fsdp_collectives_bucket_cap_mb=saturating_mb(scene.cost, shape),
             )
     _reorder(marked, gm.graph)
@@ -145,14 +145,17 @@ def _rates_of(hardware: Hardware) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the lines that torch logs for each graph."""
-    before = logging.root.manager.disable
+def _quiet() -> Iterator[None]:
+    """Without the lines that torch logs for each graph, and without collecting garbage: it would walk all nodes often."""
+    before, collects = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.WARNING)
+    gc.disable()
     try:
         yield
     finally:
         logging.disable(before)
+        if collects:
+            gc.enable()
 
 
 def saturating_mb(cost: CostModel, shape: GroupShape) -> float:
@@ -203,20 +206,19 @@ def _move_to_gpu(graph: Graph) -> None:
         if not isinstance(value, Tensor):
             return value
         if allocation not in whole:
-            whole[allocation] = torch.empty(sizes[allocation] // value.itemsize, dtype=value.dtype, device="cuda")
-        memory = whole[allocation]
-        memory = memory if memory.dtype == value.dtype else memory.view(value.dtype)
-        return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+            whole[allocation] = torch.empty(sizes[allocation], dtype=torch.uint8, device="meta")
+        memory = whole[allocation][: sizes[allocation] // value.itemsize * value.itemsize].view(value.dtype)
+        part = memory.as_strided(value.shape, value.stride(), value.storage_offset())
+        return FakeTensor(mode, part, torch.device("cuda", 0))
 
-    with mode, torch.no_grad():
-        for node in graph.nodes:
-            _name_attention(node)
-            value, inside = node.meta.get("val"), found[node]
-            if isinstance(value, Tensor):
-                node.meta["val"] = moved(value, inside[0])
-            elif isinstance(value, (list, tuple)) and inside:
-                by_place = {allocation.place: allocation for allocation in inside if allocation.node is node}
-                node.meta["val"] = type(value)(moved(one, by_place.get(i, inside[0])) for i, one in enumerate(value))
+    for node in graph.nodes:
+        _name_attention(node)
+        value, inside = node.meta.get("val"), found[node]
+        if isinstance(value, Tensor):
+            node.meta["val"] = moved(value, inside[0])
+        elif isinstance(value, (list, tuple)) and inside:
+            by_place = {allocation.place: allocation for allocation in inside if allocation.node is node}
+            node.meta["val"] = type(value)(moved(one, by_place.get(i, inside[0])) for i, one in enumerate(value))
 
 
 def _name_attention(node: Node) -> None:
