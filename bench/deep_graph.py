@@ -88,8 +88,10 @@ class _Deepening:
         backwards = self.order[0] != units[0]
         prefix = units[0].rpartition(".")[0]
         self.names = [f"{prefix}.{layers - 1 - i if backwards else i}" for i in range(layers)]
+        # The first block that has a copy may be the next one's for a shard that is read in two.
+        own = {node.name for node in self.own}
         self.params = {
-            name: self._renamed(param, self.extra if self._place(param) > self.kept else 0)
+            name: self._renamed(param, self.extra if self._place(param) > self.kept and name not in own else 0)
             for name, param in program.params.items()
         }
 

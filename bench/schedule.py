@@ -1,7 +1,8 @@
 """Schedules on paper: `python -m bench.schedule [--cases M ...] [--worlds N ...] [--hardware H] [--json FILE]`.
 
 Every system gets the same graphs, the same cost model, the same simulator and the same count of memory; nothing is run.
-Prints, for each program, what it takes over what any schedule must take. The exit status is 0 whatever the numbers are.
+Prints, for each program, what its schedule takes over a time that no schedule can beat. The exit status is 0 whatever
+the numbers are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from graphshard.cost.model import FORMULAS
 
 WORLDS, QUICK_WORLDS = (8, 64, 512), (8,)
 BUDGET_GB = 80.0
+MIN_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ def parse_options(argv: Sequence[str] | None = None) -> ScheduleOptions:
     """Reads the command line; leaves the program, with a line that says why, if it asks for something impossible."""
     parser = argparse.ArgumentParser(prog="bench.schedule", description="schedules on paper against those of others")
     models = {**MODELS, QUICK.name: QUICK}
-    parser.add_argument("--cases", nargs="+", choices=[*models], metavar="M", help=f"of {', '.join(models)}; all but the last")
+    parser.add_argument(
+        "--cases", nargs="+", choices=[*models], metavar="M", help=f"of {', '.join(models)}; all of use"
+    )
     parser.add_argument("--worlds", nargs="+", type=int, metavar="N", help=f"numbers of ranks; {WORLDS}")
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], metavar="S", help=f"of {', '.join(SYSTEMS)}; all"
@@ -62,8 +66,8 @@ def parse_options(argv: Sequence[str] | None = None) -> ScheduleOptions:
     parser.add_argument("--quick", action="store_true", help="one tiny model: shows that it works, no results")
     args = parser.parse_args(argv)
     worlds = args.worlds or (QUICK_WORLDS if args.quick else WORLDS)
-    if min(worlds) < 2:  # noqa: PLR2004
-        parser.error(f"--worlds: got {min(worlds)}, want at least 2 ranks")
+    if min(worlds) < MIN_RANKS:
+        parser.error(f"--worlds: got {min(worlds)}, want at least {MIN_RANKS} ranks")
     if not args.budget > 0:
         parser.error(f"--budget: got {args.budget}, want GB, above 0")
     if args.json is not None and not args.json.absolute().parent.is_dir():
@@ -111,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         say("NOTE: --quick plans a model that nobody trains: no results")
     if TORCH in options.systems and (reason := refusal()) is not None:
-        say(f"NOTE: no {TORCH}: {reason}")
+        say(f"NOTE: {TORCH} has no schedules: {reason}")
     say(
         "",
         "Schedules of one microbatch of one sequence a rank, simulated; bf16 gathers, fp32 states and reductions",

@@ -68,7 +68,7 @@ class ScheduleRow:
     @property
     def fits(self) -> bool:
         """Whether there is a schedule, and it fits the budget."""
-        return self.peak_bytes is not None and self.peak_bytes <= self.budget_bytes
+        return self.time_us is not None and (self.peak_bytes or 0) <= self.budget_bytes
 
 
 def case_rows(case: Case, budgets: Mapping[str, int], systems: Sequence[str]) -> list[ScheduleRow]:

@@ -1,10 +1,10 @@
 """What torch's own overlap pass makes of a program, read back as a schedule of graphshard's planner.
 
 `torch._inductor.fx_passes.overlap_scheduling.schedule_overlap_bucketing` gets the graph with one collective for each
-parameter, as plain Inductor would. It asks graphshard's cost model for every time; its limits of memory are its own: 1 GB
-or 5 % above the peak of the graph that it gets. Its order of the computation, its buckets, launches and waits are then
-simulated as any other schedule: copies cost what graphshard's own copies of the same buckets do, an operation costs the
-same wherever it stands.
+parameter, as plain Inductor would. It asks graphshard's cost model for every time; its limits of memory are its own:
+1 GB or 5 % above the peak of the graph that it gets. Its order of the computation, its buckets, launches and waits are
+then simulated as any other schedule: copies cost what graphshard's own copies of the same buckets do, an operation
+costs the same wherever it stands.
 
 The graph that it gets is as on a GPU: its fake tensors are, since the pass counts no memory of others, and attention is
 the operator of GPUs, since the pass knows no FLOPs of the one of CPUs.
@@ -34,7 +34,17 @@ from graphshard.compat import copy_graph
 from graphshard.compat_fake import fake_process_group
 from graphshard.cost import CostModel, GroupShape, Hardware
 from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import PassContext, is_call, is_marker, member_names, reductions, shard_placeholder, spec_of, unshards, val
+from graphshard.ir import (
+    PassContext,
+    is_call,
+    is_marker,
+    member_names,
+    reductions,
+    shard_placeholder,
+    spec_of,
+    unshards,
+    val,
+)
 from graphshard.liveness import allocations_of, bytes_of
 from graphshard.passes import insert_collectives
 from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule
@@ -53,6 +63,7 @@ _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: S
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
 # As the pass chooses it: the size with this part of the bandwidth, within bounds in MB.
 _SATURATION, _LEAST_MB, _MOST_MB = 0.9, 10.0, 500.0
+_GROWTH = 1.05
 
 
 class Unreadable(Exception):
@@ -146,7 +157,7 @@ def _rates_of(hardware: Hardware) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that torch logs for each graph, and without collecting garbage: it would walk all nodes often."""
+    """Without the lines that torch logs for each graph, and without collecting garbage: that walks all nodes often."""
     before, collects = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.WARNING)
     gc.disable()
@@ -161,13 +172,13 @@ def _quiet() -> Iterator[None]:
 def saturating_mb(cost: CostModel, shape: GroupShape) -> float:
     """The size in MB at which an all-gather reaches most of its bandwidth: the pass's rule, on our rates."""
     us_per_byte = cost.us_per_byte("all_gather", shape)
-    num_bytes = _LEAST_MB * 2**20
-    while (
-        num_bytes < _MOST_MB * 2**20
-        and num_bytes * us_per_byte < _SATURATION * cost.collective_us("all_gather", math.ceil(num_bytes), shape)
-    ):
-        num_bytes *= 1.05
-    return min(num_bytes / 2**20, _MOST_MB)
+    size_mb = _LEAST_MB
+    while size_mb < _MOST_MB:
+        num_bytes = math.ceil(size_mb * 2**20)
+        if num_bytes * us_per_byte >= _SATURATION * cost.collective_us("all_gather", num_bytes, shape):
+            break
+        size_mb *= _GROWTH
+    return min(size_mb, _MOST_MB)
 
 
 def _copied(graph: Graph) -> Graph:
