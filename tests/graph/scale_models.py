@@ -5,16 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from graphshard.scale import trace
 from graphshard.scale.checkpointing import block_runner
 from graphshard.scale.decoder import Decoder, DecoderSize
 from graphshard.scale.estimate import Workload
 from graphshard.scale.model_size import Repetition
-from graphshard.scale.trace import Traced
+from graphshard.scale.trace import Traced, trace_step
 
 SIZE = DecoderSize(dim=512, layers=0, heads=8, kv_heads=2, ffn=1024, vocab=1024)
 BATCH, SEQ = 2, 512
@@ -26,15 +24,13 @@ def decoder(layers: int, checkpointing: str = "none") -> tuple[nn.Module, tuple[
     return Decoder(size, block_runner(checkpointing)), (tokens, tokens)
 
 
-def traced_decoder(layers: int = 4, checkpointing: str = "none", tensor: int = 1, shards: int = 2) -> Traced:
-    return _traced(layers, checkpointing, tensor, shards)
+def traced_decoder(layers: int = 4, checkpointing: str = "none", tensor: int = 1) -> Traced:
+    return _traced(layers, checkpointing, tensor)
 
 
 @cache  # a trace takes seconds; tests only read it
-def _traced(layers: int, checkpointing: str, tensor: int, shards: int) -> Traced:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "TRACED_SHARDS", shards)
-        return trace.trace_step(lambda: decoder(layers, checkpointing), tensor, "decoder" if tensor > 1 else "")
+def _traced(layers: int, checkpointing: str, tensor: int) -> Traced:
+    return trace_step(lambda: decoder(layers, checkpointing), tensor, "decoder" if tensor > 1 else "")
 
 
 def workload(traced: Traced, layers: int) -> Workload:

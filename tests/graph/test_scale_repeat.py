@@ -27,10 +27,10 @@ def problem_of(traced: Traced, program: TracedProgram) -> Problem:
     )
 
 
-@pytest.mark.parametrize(("checkpointing", "tensor"), [("none", 1), ("selective", 2)])
-def test_repeated_equals_a_trace_of_every_block(checkpointing: str, tensor: int) -> None:
-    shallow, deep = (scale_models.traced_decoder(layers, checkpointing, tensor) for layers in (4, DEEP))
-    work, whole = scale_models.workload(shallow, DEEP), scale_models.workload(deep, DEEP)
+@pytest.mark.parametrize(("checkpointing", "tensor", "layers"), [("none", 1, DEEP), ("selective", 2, 5)])
+def test_repeated_equals_a_trace_of_every_block(checkpointing: str, tensor: int, layers: int) -> None:
+    shallow, deep = (scale_models.traced_decoder(count, checkpointing, tensor) for count in (4, layers))
+    work, whole = scale_models.workload(shallow, layers), scale_models.workload(deep, layers)
     layout = LAYOUTS[tensor]
     sizes = shard_sizes(shallow, work.repetition, layout)
     assert replace(sizes, block_bytes=0) == replace(shard_sizes(deep, whole.repetition, layout), block_bytes=0)
@@ -38,7 +38,10 @@ def test_repeated_equals_a_trace_of_every_block(checkpointing: str, tensor: int)
     for name in ("forward", "backward"):
         found = coarsened(
             repeated(
-                problem_of(shallow, getattr(shallow, name)), work.repetition.units, DEEP, shard_bytes=sizes.block_bytes
+                problem_of(shallow, getattr(shallow, name)),
+                work.repetition.units,
+                layers,
+                shard_bytes=sizes.block_bytes,
             )
         )
         wanted = coarsened(problem_of(deep, getattr(deep, name)))

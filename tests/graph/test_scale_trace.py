@@ -13,8 +13,9 @@ from graphshard.cost import CostModel, find_hardware
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import reductions, shard_placeholder, spec_of, unshards, val
 from graphshard.planner import Problem
+from graphshard.scale import trace
 from graphshard.scale.resize import Layout, program_on
-from graphshard.scale.trace import Traced, TracedProgram, trace_step
+from graphshard.scale.trace import Traced, TracedProgram
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_trace_leaves_no_process_group_behind(traced: Traced) -> None:
 
 def test_trace_refuses_a_process_group_that_is_there() -> None:
     with fake_process_group(2), pytest.raises(RuntimeError, match="a process group is there already"):
-        trace_step(lambda: scale_models.decoder(2))
+        trace.trace_step(lambda: scale_models.decoder(2))
     assert not dist.is_initialized()
 
 
@@ -53,7 +54,7 @@ def test_trace_refuses_a_process_group_that_is_there() -> None:
 )
 def test_trace_says_what_it_cannot_trace(model: type[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trace_step(lambda: (model(), (torch.randn(2, 64),)))
+        trace.trace_step(lambda: (model(), (torch.randn(2, 64),)))
     assert not dist.is_initialized()
 
 
@@ -62,12 +63,13 @@ def problem_of(program: TracedProgram, layout: Layout) -> Problem:
     return extract_problem(graph, ctx, Scene(CostModel(find_hardware("h100")), layout.group_shapes(8)))
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_resized_program_equals_one_traced_for_that_many_shards(traced: Traced, direction: str) -> None:
-    for_six = scale_models.traced_decoder(shards=6)  # 512 and 1024 rows are padded
-    layout = Layout(6)
-    resized, own = (problem_of(getattr(one, direction), layout) for one in (traced, for_six))
-    assert resized == own
+def test_resized_program_equals_one_traced_for_that_many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for_two = trace.trace_step(lambda: scale_models.mean(2, 8))
+    monkeypatch.setattr(trace, "TRACED_SHARDS", 6)  # 64 rows are padded
+    for_six = trace.trace_step(lambda: scale_models.mean(2, 8))
+    for name in ("forward", "backward"):
+        resized, own = (problem_of(getattr(one, name), Layout(6)) for one in (for_two, for_six))
+        assert resized == own
 
 
 def test_resized_program_has_copies_of_its_shards(traced: Traced) -> None:
