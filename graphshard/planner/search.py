@@ -21,6 +21,7 @@ from graphshard.planner.problem import Gather, Problem, Reduction
 _LEADS = (float("inf"), 4.0, 1.0)
 _RESERVES = (0.0, 1.0, 2.0)
 _SAFER = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5))
+_KINDS = 4
 _QUEUED = (0.0, 0.5, 1.0, 1e9)
 # Boundaries as near to an end as this are moved by themselves before those of only a part of the program.
 _NEAR = 6
@@ -165,6 +166,11 @@ def _sizes(search: Search) -> None:
         search.try_(Wish(a, b, reserve_bytes=_reserve(ground, b), gathers_first=False))
     if search.best is None:
         return
+    # Buckets that are good only with other habits would be lost.
+    for found in search.different(_KINDS):
+        for queued in _QUEUED[1:]:
+            search.try_(replace(found.wish, queued=queued))
+            search.try_(replace(found.wish, queued=queued, lead=_LEADS[0]))
     for _ in range(2):
         before = search.best
         for ends in gathers:
