@@ -145,7 +145,7 @@ class RegionPlanning:
             VerifyError: S2. A budget that nobody asked for is checked only where ``GRAPHSHARD_VERIFY`` is 2.
         """
         least_level = 2 if self._planning.budget_bytes is None else 1
-        if self.latest is not None and env.verify_level() >= least_level:
+        if self.latest is not None and self._planning.mode == "auto" and env.verify_level() >= least_level:
             verify.check_budget(graph, ctx, self.latest.budget_bytes)
         return self.latest
 
