@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from graphshard import env, verify
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
+from graphshard.errors import VerifyError
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
@@ -142,11 +143,17 @@ class RegionPlanning:
         """`latest`, when its program has been lowered to `graph`.
 
         Raises:
-            VerifyError: S2. A budget that nobody asked for is checked only where ``GRAPHSHARD_VERIFY`` is 2.
+            VerifyError: S2, where ``GRAPHSHARD_VERIFY`` is 2. Otherwise a budget that was asked for and is not kept is
+                noted: training goes on.
         """
-        least_level = 2 if self._planning.budget_bytes is None else 1
-        if self.latest is not None and self._planning.mode == "auto" and env.verify_level() >= least_level:
-            verify.check_budget(graph, ctx, self.latest.budget_bytes)
+        if self.latest is not None and self._planning.mode == "auto" and (level := env.verify_level()):
+            try:
+                verify.check_budget(graph, ctx, self.latest.budget_bytes)
+            except VerifyError as error:
+                if level > 1:
+                    raise
+                if self._planning.budget_bytes is not None:
+                    self._note(f"region {self._number}: {error}, as memory_budget says")
         return self.latest
 
     def keep_units(

@@ -57,6 +57,7 @@ class Gather:
         alone_in_us, alone_out_us: in a bucket of its own.
         alone_out_bytes: of what is copied out of a bucket of its own; 0: nothing is.
         shard_bytes: of this rank's part as it is sent, where a copy is made for it.
+        scratch_bytes: that the copy into a bucket with others allocates besides, until it is done.
     """
 
     fqn: str
@@ -74,6 +75,7 @@ class Gather:
     alone_out_us: float = 0.0
     alone_out_bytes: int = 0
     shard_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Reduction:
         ready: the first op before which it can be launched.
         copy_in_us, copy_out_us: in a bucket with others.
         alone_in_us, alone_out_us: in a bucket of its own; `alone_in_us` 0: the gradient itself is sent.
+        scratch_bytes: as of a gather; in a bucket of its own, what is sent is part of it.
     """
 
     fqn: str
@@ -105,6 +108,7 @@ class Reduction:
     copy_out_us: float = 0.0
     alone_in_us: float = 0.0
     alone_out_us: float = 0.0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
