@@ -21,7 +21,7 @@ help:
 	@echo 'make test    run the tests'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy --strict'
-	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps'
+	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
 	@echo 'make matrix  the parity tests on torch $(MATRIX), each in a .venv-VERSION of its own'
 
 demo: $(INSTALLED)
@@ -41,6 +41,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.dispatch
 	$(BIN)/python -m bench.step
+	$(BIN)/python -m bench.schedule
 
 # MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it already.
 matrix: $(MATRIX_RUNS)

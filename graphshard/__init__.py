@@ -1,19 +1,24 @@
 """graphshard: `torch.compile` and FSDP2 in one: the collectives are nodes of the compiled graph."""
 
-from graphshard.api import compile, eager, report, weight_backward
+from graphshard.api import compile, eager, report, save_plan, weight_backward
 from graphshard.errors import UnsupportedModel, VerifyError
 from graphshard.explaining import explain, measure
+from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.units import find_units
+from graphshard.version import __version__ as __version__
 
 __all__ = [
+    "Plan",
+    "PlanMismatch",
     "UnsupportedModel",
     "VerifyError",
     "compile",
     "eager",
     "explain",
     "find_units",
+    "load_plan",
     "measure",
     "report",
+    "save_plan",
     "weight_backward",
 ]
-__version__ = "0.1.0"

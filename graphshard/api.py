@@ -1,7 +1,8 @@
-"""The public functions: `compile`, `eager`, `report`."""
+"""The public functions: `compile`, `eager`, `report`, `save_plan`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
 from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
+from graphshard.plan_file import Plan, write_plan
+from graphshard.planned_programs import planned_so_far
 from graphshard.planning import PLANS, make_planning
 from graphshard.report import Report
 from graphshard.units import resolve_units
@@ -41,7 +44,7 @@ def compile(
     regions: str = "model",
     fullgraph: bool = False,
     dynamic: bool | None = None,
-    plan: str = "auto",
+    plan: str | os.PathLike[str] | Plan = "auto",
     memory_budget: int | float | None = None,
     hardware: str | None = None,
     strict: bool = False,
@@ -71,9 +74,10 @@ def compile(
         fullgraph: makes a graph break an error of Dynamo's.
         dynamic: as for `torch.compile`.
         plan: ``"auto"``: buckets and their places are chosen by simulation; ``"fsdp2"``: one bucket per unit in FSDP2's
-            order, prefetched one unit ahead.
+            order, prefetched one unit ahead; the path of a ``.json`` file that `save_plan` wrote, or what `load_plan`
+            made of it: the plans in it, exactly; a program that it lacks is planned, and noted in the report.
         memory_budget: most that one program may allocate, its arguments included: bytes, or, as a float, a share in
-            (0, 1] of a rank's memory; None: as much as FSDP2's plan would.
+            (0, 1] of a rank's memory; None: as much as FSDP2's plan would, or as a plan file says.
         hardware: that plans are made for: a name of the hardware table, or the path of a file that
             ``python -m graphshard.calibrate`` wrote; None: that of the device.
         strict: makes an error of what would run in eager FSDP2 with a warning.
@@ -86,9 +90,12 @@ def compile(
         ValueError: an argument is not one of those above, or contradicts the annotation.
         RuntimeError: torch's version is not supported, no process group is there, or `model` is compiled already.
         UnsupportedModel: `strict` and something is not compiled.
+
+    Calls of the model raise `PlanMismatch` where a plan that was given is for another program.
     """
     check_torch_version()
-    _check_arguments(model, strategy, backend, regions, plan)
+    _check_arguments(model, strategy, backend, regions)
+    _check_plan(plan)
     _check_types(
         fullgraph=fullgraph,
         dynamic=dynamic,
@@ -139,14 +146,13 @@ def compile(
     return model
 
 
-def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str, plan: str) -> None:
+def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile: model: got {type(model).__name__}, want an nn.Module")
     for name, got, wanted in (
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, BACKENDS),
         ("regions", regions, REGIONS),
-        ("plan", plan, PLANS),
     ):
         if got not in wanted:
             raise ValueError(f"compile: {name}: got {got!r}, want one of {', '.join(map(repr, wanted))}")
@@ -155,6 +161,14 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
             "compile: got no process group, want one; call torch.distributed.init_process_group first "
             "(torchrun sets its environment)"
         )
+
+
+def _check_plan(plan: object) -> None:
+    want = f"want one of {', '.join(map(repr, PLANS))}, the path of a .json file, or a graphshard.Plan"
+    if not isinstance(plan, (str, os.PathLike, Plan)):
+        raise TypeError(f"compile: plan: got {type(plan).__name__}, {want}")
+    if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
+        raise ValueError(f"compile: plan: got {plan!r}, {want}")
 
 
 _TYPES: dict[str, Any] = {
@@ -334,3 +348,32 @@ def report(model: nn.Module) -> Report:
         ValueError: `model` is not compiled.
     """
     return need_engine(model, "graphshard.report").report
+
+
+def save_plan(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes what a compiled model has planned so far, for ``graphshard.compile(..., plan=path)``.
+
+    Call it on every rank, after the steps whose programs it is to hold: rank 0 writes, and nothing is communicated. The
+    file appears at once and whole. Equal plans are equal bytes.
+
+    Args:
+        model: compiled by `compile`, with any `plan`.
+        path: of the file; its name should end in ``.json``.
+
+    Raises:
+        TypeError: an argument is not one of those above.
+        ValueError: `model` is not compiled, or has planned nothing yet.
+        OSError: the file cannot be written.
+    """
+    where = "graphshard.save_plan"
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{where}: path: got {type(path).__name__}, want the path of a file")
+    engine = need_engine(model, where)
+    plan = None if engine.planning is None else planned_so_far(engine.planning, engine.report, engine.name)
+    if plan is None or not plan.programs:
+        raise ValueError(
+            f"{where}: got a model that has planned no program yet; run a step before (what is gathered between "
+            "programs, as with regions='unit', is not planned)"
+        )
+    if dist.get_rank() == 0:
+        write_plan(plan, path)

@@ -21,11 +21,13 @@ class Entry:
     """What the user called, from outside any forward.
 
     Attributes:
+        name: of these units, or of the called module's class.
         units: of the called module itself.
         partial: units of a list of modules of which the called one holds some, not all: they stay gathered, as FSDP2
             waits for the others, and their backward ends nothing but them.
     """
 
+    name: str = ""
     units: frozenset[Unit] = frozenset()
     partial: frozenset[Unit] = frozenset()
 

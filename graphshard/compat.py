@@ -18,6 +18,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -6,6 +6,7 @@ them, are worked out once per key.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from graphshard.fsdp2 import Unit
-from graphshard.ir import Direction, Flags
+from graphshard.ir import Direction, Flags, ParamRef
+from graphshard.markers import padded_shape
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Shard
 
@@ -66,7 +68,19 @@ class Binding:
         self.parts = frozenset(
             unit for unit, slots in zip(self.units, self.slots, strict=True) if len(slots) < len(unit.params)
         )  # units of which only some parameters are here
+        self._in_order: dict[str, list[tuple[Unit, tuple[Shard, ...]]]] = {}
         self._overlaps: weakref.WeakKeyDictionary[Binding, frozenset[Shard]] = weakref.WeakKeyDictionary()
+
+    def in_order(self, part: str, slots: Sequence[int]) -> list[tuple[Unit, tuple[Shard, ...]]]:
+        """Units in the order of their first slot in `slots`, and their shards in `slots`. `part`: of the graph."""
+        if (found := self._in_order.get(part)) is None:
+            by_unit: dict[Unit, list[int]] = {}
+            for slot in slots:
+                by_unit.setdefault(self.shards[slot].unit, []).append(slot)
+            # A unit's shards in the order of its slots: so a program of theirs is one program.
+            found = [(unit, tuple(self.shards[slot] for slot in sorted(own))) for unit, own in by_unit.items()]
+            self._in_order[part] = found
+        return found
 
     def overlap(self, other: Binding) -> frozenset[Shard]:
         """Trainable shards of both."""
@@ -229,3 +243,11 @@ def _added_dtype(shard: Shard, pending: bool) -> torch.dtype:
     earlier = shard.pending if pending else shard.held
     assert earlier is not None
     return earlier.dtype
+
+
+def post_forward_ref(param: ParamRef) -> ParamRef:
+    """The parameter as its post-forward shards have it."""
+    assert param.post_forward is not None
+    count, _ = param.post_forward
+    numel = math.prod(padded_shape(param.size, count, param.dim)) // count
+    return replace(param, shard_numel=numel)

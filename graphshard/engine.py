@@ -17,6 +17,7 @@ from graphshard import capture, driver, env, fsdp2, user_comms
 from graphshard.backend import make_backend
 from graphshard.casts import cast_hooks
 from graphshard.compat import (
+    BackendCompilerFailed,
     backward_id,
     call_at_end_of_backward,
     dispatch_mode_active,
@@ -30,7 +31,10 @@ from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
+from graphshard.plan_file import PlanMismatch
+from graphshard.planner import BudgetTooSmall
 from graphshard.planning import Planning
+from graphshard.prefetch import Prefetch
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import ParameterWatch, Shard
 from graphshard.unit_programs import UnitPrograms
@@ -77,6 +81,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
+        self.prefetch = Prefetch(self.holdings, self.report, options.regions == "unit", self.name)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -226,7 +231,7 @@ class Engine:
         self.running = True
         self.holdings.begin_forward(module)
         try:
-            with capture.tracing():
+            with capture.tracing(), self.prefetch.forward():
                 return self._enter(module, method, args, kwargs)
         finally:
             self.running = False
@@ -257,7 +262,12 @@ class Engine:
                 fullgraph=self.options.fullgraph,
                 dynamic=self.options.dynamic,
             )
-        return entry(module, args, kwargs)
+        try:
+            return entry(module, args, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall)):
+                raise error.inner_exception from None
+            raise
 
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:

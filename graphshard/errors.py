@@ -17,3 +17,7 @@ class VerifyError(RuntimeError):
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"[{invariant}] {message}")
         self.invariant = invariant
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that take part in the same collectives do not run the same programs; the message names what differs."""

@@ -57,19 +57,21 @@ class Scene:
     group_shape: Callable[[str], GroupShape]
 
 
-def extract_problem(graph: Graph, ctx: PassContext, scene: Scene) -> Problem:
+def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None = None) -> Problem:
     """The problem of one marked graph. Its members are named as `member_names` names them.
 
     Args:
         graph: with markers; flags and residency have been applied.
         ctx: its parameters and flags.
         scene: machine and process groups.
+        cuts: names of nodes that begin an op, beside those that must; None: ops are as long as their times allow.
     """
-    return _Extraction(graph, ctx, scene).problem()
+    return _Extraction(graph, ctx, scene, cuts).problem()
 
 
 class _Extraction:
-    def __init__(self, graph: Graph, ctx: PassContext, scene: Scene) -> None:
+    def __init__(self, graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> None:
+        self.cuts = cuts
         self.graph, self.ctx, self.scene, self.cost = graph, ctx, scene, scene.cost
         self.nodes = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
@@ -151,7 +153,7 @@ class _Extraction:
             key=self._key(node),
             transfer=self._transfer("all_gather", spec.group),
             wire_bytes=wire_bytes,
-            full_bytes=full_bytes,
+            full_bytes=wire_bytes,  # a slice of what is copied out, padding and all
             first_use=min(uses, default=len(self.nodes) - 1),
             last_use=len(self.nodes) if stays else self.last[node],
             ready=0 if source.op == "placeholder" else self.place[source] + 1,
@@ -161,6 +163,7 @@ class _Extraction:
             alone_out_us=copy_out_us if permutes else 0.0,
             alone_out_bytes=full_bytes if permutes else 0,
             shard_bytes=shard_bytes,
+            scratch_bytes=shard_bytes if casts else 0,
         )
 
     def _reduction(self, name: str, node: Node) -> Reduction:
@@ -172,13 +175,16 @@ class _Extraction:
         wire_bytes = math.prod(size) * spec.reduce_dtype.itemsize
         shard_bytes = wire_bytes // spec.world_size
         ops = reduce_ops(spec.reduce_dtype, spec.world_size, spec.replicas, settings.divide_factor, settings.force_sum)
-        as_it_is = (
-            size == tuple(spec.size)
-            and spec.dim == 0
-            and val(grad).dtype == spec.reduce_dtype
-            and ops.premultiply is None
-            and ops.predivide is None
+        # Each makes a copy of its own: padding, shards in rank order, a cast, a scale.
+        changes_in = sum(
+            (
+                size != tuple(spec.size),
+                spec.dim > 0,
+                val(grad).dtype != spec.reduce_dtype,
+                ops.premultiply is not None or ops.predivide is not None,
+            )
         )
+        as_it_is = changes_in == 0
         copy_in_us = self.cost.copy_us(val(grad).nbytes + wire_bytes, 1)
         changes = ops.postdivide is not None or val(node).dtype != spec.reduce_dtype
         copy_out_us = self.cost.copy_us(2 * shard_bytes, 1) if changes else 0.0
@@ -203,6 +209,7 @@ class _Extraction:
             copy_out_us=copy_out_us,
             alone_in_us=0.0 if as_it_is else copy_in_us,
             alone_out_us=copy_out_us,
+            scratch_bytes=wire_bytes * min(2, changes_in),
         )
 
     def _own(self) -> list[OwnCollective]:
@@ -296,7 +303,9 @@ class _Extraction:
                 if op_bytes:
                     op_bytes[-1] = max(op_bytes[-1], live)
                 continue
-            if must or not ops or op_us[-1] + times[place] > grain:
+            if not must and ops:
+                must = op_us[-1] + times[place] > grain if self.cuts is None else node.name in self.cuts
+            if must or not ops:
                 ops.append(node.name)
                 op_us.append(0.0)
                 op_bytes.append(live)

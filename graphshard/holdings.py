@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -14,7 +15,7 @@ from graphshard.dispatch import KEEP, RESHARD, TO_POST_FORWARD, Binding
 from graphshard.fsdp2 import Unit
 from graphshard.report import Report
 from graphshard.shards import Shard
-from graphshard.unit_programs import Gather, UnitPrograms
+from graphshard.unit_programs import Gather, Reduction, UnitPrograms
 
 
 class Holdings:
@@ -28,6 +29,7 @@ class Holdings:
             whole, by a program of their own.
         regions_run: how many regions the running forward has run.
         nested: whether the running forward called a module outside any graph.
+        in_backward: whether it recomputes a checkpoint.
         calls: calls of regions whose backward is still to come.
     """
 
@@ -38,12 +40,13 @@ class Holdings:
         self.regions_run = 0
         self.nested = False
         self._decided: dict[Unit, tuple[bool, bool]] = {}
-        self._in_backward = False
+        self.in_backward = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._programs = programs
         self._report = report
         self._shards: dict[Unit, list[Shard]] = {}
-        self._gathers: dict[Unit, tuple[Gather, list[Shard]]] = {}  # under way
+        self._gathers: dict[Unit, Gather] = {}  # under way
+        self._reductions: deque[Reduction] = deque()  # under way
         self.entry = Entry()
         self._entry_of: dict[int, Entry] = {}
 
@@ -60,19 +63,49 @@ class Holdings:
         """Launches the gather of what is not gathered yet."""
         units = list(units)
         for unit in units:
+            if (found := self._gathers.get(unit)) is not None and found.ahead:
+                found.stays = True
+                self.finish([unit])
             missing = [shard for shard in self._shards[unit] if shard.full is None and not shard.is_whole]
             if missing and unit not in self._gathers:
-                self._gathers[unit] = (self._programs.launch_gather(missing), missing)
+                self._gathers[unit] = self._programs.launch_gather(missing)
         return _Handle(self, units)
 
     def finish(self, units: Iterable[Unit]) -> None:
-        """Waits for gathers under way; the parameters stay."""
+        """Waits for gathers under way; the parameters stay, or are there for the next program."""
         for unit in units:
             if (found := self._gathers.pop(unit, None)) is not None:
-                gather, shards = found
-                for shard, full in zip(shards, gather.wait(), strict=True):
-                    shard.stay(full)
+                arrived = found.wait()
+                if found.ahead and found.is_outdated():  # user code has written a parameter meanwhile
+                    arrived = self._programs.launch_gather(found.shards).wait()
+                for shard, full in zip(found.shards, arrived, strict=True):
+                    if found.stays:
+                        shard.stay(full)
+                    else:
+                        shard.keep(full)
             self.active.add(unit)
+
+    def gather(self, unit: Unit, shards: Sequence[Shard], stays: bool, ahead: bool) -> None:
+        """Gathers for a program what of `shards`, of one unit, is neither gathered nor under way.
+
+        Args:
+            unit: the unit.
+            shards: of it.
+            stays: whether they stay behind the program.
+            ahead: whether it is launched now and awaited when the program runs.
+        """
+        if unit in self._gathers:
+            return
+        if missing := [shard for shard in shards if shard.full is None and not shard.is_whole]:
+            found = self._gathers[unit] = self._programs.launch_gather(missing)
+            found.stays, found.ahead = stays, ahead
+            if not ahead:
+                self.finish([unit])
+
+    def drop_ahead(self) -> None:
+        """Frees what was launched ahead and not needed."""
+        for unit in [unit for unit, found in self._gathers.items() if found.ahead]:
+            self._gathers.pop(unit).wait()
 
     def finish_gathers(self, units: Sequence[Unit]) -> None:
         """Waits for those of `units` that are under way: a program is about to use them."""
@@ -91,16 +124,17 @@ class Holdings:
         """Frees what stays gathered."""
         for unit in units:
             if (found := self._gathers.pop(unit, None)) is not None:
-                found[0].wait()
+                found.wait()
             for shard in self._shards.get(unit, ()):
                 shard.reshard()
 
     def reshard_all(self) -> None:
         """Frees all that stays gathered."""
-        self.reshard(self._in_order(frozenset(self.active) | frozenset(self._gathers)))
+        self.reshard(self.in_order(frozenset(self.active) | frozenset(self._gathers)))
 
     def reset(self) -> None:
         """Forgets what a failed step left behind."""
+        self.finish_reductions()
         self.reshard_all()
         for shards in self._shards.values():
             for shard in shards:
@@ -115,8 +149,8 @@ class Holdings:
         self.touched.clear()
         self.regions_run, self.nested = 0, False
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
-        self._in_backward = backward_id() != -1
-        if not self._in_backward:
+        self.in_backward = backward_id() != -1
+        if not self.in_backward:
             self._drop_outdated()
         if (entry := self._entry_of.get(id(module))) is None:
             entry = self._entry_of[id(module)] = self._entered(module)
@@ -143,7 +177,8 @@ class Holdings:
             # The call of another unit's module ends what is incomplete inside.
             if len(ran) > 1 and any(ran) and not all(ran) and (not states or unit.state_id in states):
                 found.add(unit)
-        return Entry(own_units, frozenset(found))
+        name = ", ".join(unit.name or "root" for unit in self.in_order(own_units)) or type(module).__name__
+        return Entry(name, own_units, frozenset(found))
 
     def decide(self, kept: dict[Unit, bool]) -> None:
         """Lets units stay gathered behind forward, or not, until users set that flag anew."""
@@ -156,25 +191,33 @@ class Holdings:
         if (
             (stays if flag == reshards else not reshards)
             or unit in self.entry.partial
-            or self._in_backward
+            or self.in_backward
             or unit.reduce_unused
         ):
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 
-    def _in_order(self, units: frozenset[Unit]) -> list[Unit]:
+    def in_order(self, units: frozenset[Unit]) -> list[Unit]:
         """The model's order, which is the same on every rank; that of a set is not."""
         return [unit for unit in self._shards if unit in units]
 
+    def shards_of(self, unit: Unit) -> Sequence[Shard]:
+        """All shards of a unit."""
+        return self._shards[unit]
+
+    def unit_named(self, name: str) -> Unit:
+        """The unit of that name."""
+        return next(unit for unit in self._shards if unit.name == name)
+
     def gather_wholes(self, units: frozenset[Unit]) -> None:
         """Gathers what of `units` is not gathered."""
-        for unit in self._in_order(units):
+        for unit in self.in_order(units):
             self.gather_whole(unit)
 
     def wanted_whole(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
         """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
         if broken or self.nested or self.regions_run:
-            for unit in self._in_order(parts - self.split):
+            for unit in self.in_order(parts - self.split):
                 self._report.note_once(
                     f"unit '{unit.name or 'root'}' is used in parts, because of a graph break: it is gathered and "
                     "reduced as a whole, outside the graphs"
@@ -221,11 +264,11 @@ class Holdings:
 
     def end_split(self, units: frozenset[Unit]) -> None:
         """No other call of this backward uses the split `units`."""
-        for unit in self._in_order(units):
+        for unit in self.in_order(units):
             shards = self._shards[unit]
             self._hold_pending(shards)
             if unit.reduce_grads and not unit.reduce_unused:
-                self._reduce(unit, shards)
+                self.launch_reduction(unit)
             if unit.reshard_after_backward:
                 self.reshard([unit])
 
@@ -235,32 +278,44 @@ class Holdings:
                 shard.hold(shard.pending, shared=True)
                 shard.pending = None
 
+    def launch_reduction(self, unit: Unit) -> None:
+        """Launches the reduction of what the shards of a unit hold; as many are under way as FSDP2 would have."""
+        if left := self._unreduced(unit):
+            while len(self._reductions) >= unit.settings().scatter_buffers:
+                self._reductions.popleft().wait()
+            self._reductions.append(self._programs.launch_reduction(unit, left))
+
+    def finish_reductions(self) -> None:
+        """Waits for reductions under way."""
+        while self._reductions:
+            self._reductions.popleft().wait()
+
     def end_backward(self, only: frozenset[Unit] = frozenset()) -> None:
         """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay.
 
         Args:
             only: the units that it ends; empty: all.
         """
+        self.finish_reductions()
         for unit, shards in self._shards.items():
             if only and unit not in only:
                 continue
             if not (unit in self.active or unit in self._gathers or unit.reduce_unused):
                 continue
             self._hold_pending(shards)
-            if unit.reduce_grads:
-                self._reduce(unit, shards)
+            if unit.reduce_grads and (left := self._unreduced(unit)):
+                self._programs.reduce(unit, left)
             if unit.reshard_after_backward:
                 self.reshard([unit])
                 if not any(shard.bits for shard in shards):
                     self.active.discard(unit)
 
-    def _reduce(self, unit: Unit, shards: Sequence[Shard]) -> None:
-        settled = unit.settings().all_reduce
-        left = [shard for shard in shards if shard.held is not None or (settled and shard.partial is not None)]
+    def _unreduced(self, unit: Unit) -> list[Shard]:
+        """What is left to reduce of a unit."""
+        shards, settled = self._shards[unit], unit.settings().all_reduce
         if unit.reduce_unused:
-            left = [shard for shard in shards if shard.leaf.requires_grad]
-        if left:
-            self._programs.reduce(unit, left)
+            return [shard for shard in shards if shard.leaf.requires_grad]
+        return [shard for shard in shards if shard.held is not None or (settled and shard.partial is not None)]
 
     def unreduced(self) -> list[str]:
         """FQNs of the parameters whose gradients are held."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from graphshard.compat import size_hint
+from graphshard.cost.traffic import UNBACKED_SIZE
 from graphshard.ir import WAIT, PassContext, is_call, launches, may_view, val
 
 
@@ -63,8 +65,8 @@ def _is_view(node: Node, source: Node) -> bool:
 
 
 def bytes_of(allocation: Allocation) -> int:
-    """Bytes of an allocation."""
-    return int(value_of(val(allocation.node), allocation.place).untyped_storage().nbytes())
+    """Bytes of an allocation; symbolic sizes are those that were traced."""
+    return size_hint(value_of(val(allocation.node), allocation.place).untyped_storage().nbytes(), UNBACKED_SIZE)
 
 
 def lifetimes(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, tuple[int, int]]:

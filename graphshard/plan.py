@@ -59,9 +59,11 @@ class Decision:
         choice: its solution.
         plan: the same, in names.
         budget_bytes: most that the program may allocate.
+        kept: of a forward: units that the planner keeps gathered until their backward; None: FSDP2's flags say.
     """
 
     problem: Problem
     choice: Choice
     plan: ProgramPlan
     budget_bytes: int
+    kept: tuple[str, ...] | None = None

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
+from graphshard import env, verify
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
+from graphshard.errors import VerifyError
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
+from graphshard.plan_file import Plan, ProgramProblem, load_plan, plan_digest, program_name, replay
 from graphshard.planner import (
+    Accumulation,
     Choice,
     Problem,
     Schedule,
+    accumulation_choice,
     best_schedule,
     choose_kept,
     fsdp2_schedule,
@@ -28,6 +34,9 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+
+# How many there are is not known when the first one runs: the fewest that accumulate.
+_MICRO_BATCHES = 2
 
 
 @dataclass
@@ -40,6 +49,8 @@ class Planning:
         budget_bytes: most that a program may allocate; None: what FSDP2's schedule does.
         keeps: whether it also decides which units stay gathered from forward to backward.
         backward: the backward graph that was partitioned last, until its forward graph has been planned.
+        stored: plans that are replayed; what has none there is planned.
+        stored_in: says where these are from.
     """
 
     scene: Scene
@@ -47,16 +58,23 @@ class Planning:
     budget_bytes: int | None = None
     keeps: bool = False
     backward: GraphModule | None = None
+    stored: Plan | None = None
+    stored_in: str = ""
 
     @property
     def fingerprint(self) -> str:
         """A short name of all that shapes a plan besides the graph."""
-        return f"{self.mode}-{self.budget_bytes}-{self.keeps}-{self.scene.cost.fingerprint}"
+        digest = "" if self.stored is None else f"-{plan_digest(self.stored)}"
+        return f"{self.mode}-{self.budget_bytes}-{self.keeps}-{self.scene.cost.fingerprint}{digest}"
 
     def take_backward(self) -> GraphModule | None:
         """`backward`, once."""
         backward, self.backward = self.backward, None
         return backward
+
+    def ranks_of(self, group: str) -> int:
+        """Number of ranks of a process group, by its name."""
+        return self.scene.group_shape(group).ranks
 
 
 class RegionPlanning:
@@ -64,28 +82,52 @@ class RegionPlanning:
 
     Args:
         planning: of the model.
+        number: of the region.
+        note: is told what the user should know.
 
     Attributes:
         latest: what was decided last, None if nothing was.
     """
 
-    def __init__(self, planning: Planning) -> None:
+    def __init__(self, planning: Planning, number: int = 0, note: Callable[[str], None] = lambda line: None) -> None:
         self._planning = planning
+        self._number = number
+        self._note = note
+        self._kept: frozenset[str] | None = None
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._accumulation: Accumulation | None = None
         self.latest: Decision | None = None
 
-    def __call__(self, graph: Graph, ctx: PassContext) -> ProgramPlan | None:
+    def __call__(self, graph: Graph, ctx: PassContext, flags: str = "default") -> ProgramPlan | None:
         """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
+
+        Args:
+            graph: to plan.
+            ctx: its parameters and flags.
+            flags: their text, by which a stored plan is found.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
+            PlanMismatch: the stored plan of that name is for another graph.
         """
+        planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.latest = None
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
+            if planning.stored is not None:
+                self._note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
             return None  # users have chosen
-        problem = extract_problem(graph, ctx, self._planning.scene)
+        if planning.stored is not None:
+            extract = partial(extract_problem, graph, ctx, planning.scene)
+            fqns = frozenset(param.fqn for param in ctx.params.values())
+            named = ProgramProblem(self._number, ctx.direction, flags, extract, planning.ranks_of, fqns)
+            self.latest = replay(planning.stored, named, planning.stored_in, planning.budget_bytes)
+            if self.latest is not None:
+                return self.latest.plan if planning.mode == "auto" else None
+        problem = extract_problem(graph, ctx, planning.scene)
         if not problem.gathers and not problem.reductions:
             return None
+        if planning.stored is not None:
+            self._note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
         budget_bytes = self._planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
         if self._planning.mode == "fsdp2":
@@ -93,8 +135,26 @@ class RegionPlanning:
         else:
             choice = best_schedule(problem, budget_bytes)
         plan = named_plan(problem, choice.schedule)
-        self.latest = Decision(problem, choice, plan, budget_bytes)
+        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
+        self.latest = Decision(problem, choice, plan, budget_bytes, kept)
         return plan if self._planning.mode == "auto" else None
+
+    def checked(self, graph: Graph, ctx: PassContext) -> Decision | None:
+        """`latest`, when its program has been lowered to `graph`.
+
+        Raises:
+            VerifyError: S2, where ``GRAPHSHARD_VERIFY`` is 2. Otherwise a budget that was asked for and is not kept is
+                noted: training goes on.
+        """
+        if self.latest is not None and self._planning.mode == "auto" and (level := env.verify_level()):
+            try:
+                verify.check_budget(graph, ctx, self.latest.budget_bytes)
+            except VerifyError as error:
+                if level > 1:
+                    raise
+                if self._planning.budget_bytes is not None:
+                    self._note(f"region {self._number}: {error}, as memory_budget says")
+        return self.latest
 
     def keep_units(
         self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
@@ -111,9 +171,27 @@ class RegionPlanning:
         ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
         as_in_fsdp2 = kept_problems(ahead, back, by_default)
         self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
-        if not self._planning.keeps:
-            return None
-        return choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
+        stored = None if self._planning.stored is None else self._planning.stored.find_forward(self._number)
+        if stored is not None:
+            self._kept = None if stored.kept is None else frozenset(stored.kept)
+        elif self._planning.keeps:
+            self._kept = choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
+        return self._kept
+
+    def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
+        """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
+
+        Args:
+            graph: marked backward graph.
+            ctx: its usual context.
+        """
+        budget_bytes = self._planning.budget_bytes
+        if self._planning.mode == "fsdp2" or budget_bytes is None:
+            return ""
+        if self._accumulation is None:
+            problem = extract_problem(graph, ctx, self._planning.scene)
+            self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
+        return self._accumulation.why if self._accumulation.reduce_each else ""
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
@@ -137,13 +215,19 @@ _ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
 def make_planning(
-    plan: str, memory_budget: int | float | None, hardware: str | None, device_type: str, fused: bool, keeps: bool
+    plan: str | os.PathLike[str] | Plan,
+    memory_budget: int | float | None,
+    hardware: str | None,
+    device_type: str,
+    fused: bool,
+    keeps: bool,
 ) -> Planning:
     """What `graphshard.compile` plans with.
 
     Args:
-        plan: one of `PLANS`.
-        memory_budget: most that a program may allocate: bytes, or a share, in (0, 1], of a rank's memory.
+        plan: one of `PLANS`, or plans to replay, or the path of their file.
+        memory_budget: most that a program may allocate: bytes, or a share, in (0, 1], of a rank's memory; None: what
+            the file says, or nothing.
         hardware: name of a row of the hardware table, or path of a calibration; None: found by the device.
         device_type: that the model runs on.
         fused: whether Inductor compiles the programs.
@@ -155,7 +239,16 @@ def make_planning(
     """
     machine = find_hardware(hardware or detect_hardware(device_type))
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
-    return Planning(Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node)), plan, budget_bytes, keeps)
+    scene = Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node))
+    if isinstance(plan, str) and plan in PLANS:
+        return Planning(scene, plan, budget_bytes, keeps)
+    if isinstance(plan, Plan):
+        stored, stored_in = plan, "compile: plan"
+    else:
+        stored, stored_in = load_plan(plan), f"plan file {os.fspath(plan)}"
+    if budget_bytes is None:
+        budget_bytes = stored.budget_bytes
+    return Planning(scene, stored.mode, budget_bytes, keeps, stored=stored, stored_in=stored_in)
 
 
 def detect_hardware(device_type: str) -> str:

@@ -6,7 +6,6 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,16 +16,15 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard import driver, env, verify
+from graphshard import driver
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
-from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, usual_flags
+from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import (
     Direction,
-    ParamRef,
     PassContext,
     launch_counts,
     output_args,
@@ -35,11 +33,12 @@ from graphshard.ir import (
     unshards,
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
-from graphshard.markers import padded_shape
 from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
+from graphshard.plan_file import program_flags
 from graphshard.planning import Planning, RegionPlanning
+from graphshard.prefetch import Prefetch
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
@@ -58,6 +57,7 @@ class Engine(Protocol):
     shard_at: dict[int, Shard]
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
+    prefetch: Prefetch
     deferred: list[Callable[[], None]] | None
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
@@ -65,9 +65,6 @@ class Engine(Protocol):
 
     def backward_runs(self, only: frozenset[Unit] = frozenset()) -> None:
         """Is told that a backward program runs, which ends the backward of `only` these units, or of all."""
-
-    def touched(self, units: Sequence[Unit]) -> None:
-        """Is told that the running forward uses `units`."""
 
 
 class Region:
@@ -107,7 +104,8 @@ class Region:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
-        self._planner = RegionPlanning(engine.planning) if engine.planning is not None else None
+        planning, note = engine.planning, engine.report.note_once
+        self._planner = None if planning is None else RegionPlanning(planning, number, note)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
@@ -134,7 +132,7 @@ class Region:
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
-        whole = engine.holdings.wanted_whole(binding.parts, self._broken)
+        whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
         if self._planner is not None and engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
             if backward is not None and engine.is_whole(binding.unit_set):
@@ -188,33 +186,23 @@ class Region:
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             if graph.direction == "forward":
-                self._say_ignored(binding)
+                self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             program = self._programs[key] = self._lower(graph, binding, plan, late)
         return program
 
-    def _say_ignored(self, binding: Binding) -> None:
-        inside = {unit.name for unit in binding.units}
-        for unit in binding.units:
-            settings = unit.settings()
-            chosen = {*settings.forward_prefetch, *settings.backward_prefetch}
-            if not chosen <= inside:
-                names = ", ".join(sorted(chosen - inside))
-                self.engine.report.say_once(
-                    f"unit '{unit.name or 'root'}' prefetches {names}, gathered by another region"
-                )
-
     def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-        params |= {REJOINED + name: _post_forward_ref(params[name]) for name in plan.flags.rejoined}
+        params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
         flags = plan.flags
         number = sum(record.region == self.number for record in self.engine.report.programs)
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        ctx = PassContext(graph.direction, params, flags, self._planner)
+        text = f"{graph.part} {flags}".lstrip()
+        named = program_flags(text, self.engine.name)
+        planner = None if self._planner is None else partial(self._planner, flags=named)
+        ctx = PassContext(graph.direction, params, flags, planner)
         lowered = driver.lower(graph.gm, ctx, title)
-        decision = self._planner.latest if self._planner is not None else None
-        if decision is not None and env.verify_level():
-            verify.check_budget(lowered.gm.graph, ctx, decision.budget_bytes)
+        decision = self._planner.checked(lowered.gm.graph, ctx) if self._planner is not None else None
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
@@ -227,7 +215,7 @@ class Region:
         record = ProgramRecord(
             self.number,
             graph.direction,
-            f"{graph.part} {flags}".lstrip(),
+            text,
             launch_counts(lowered.gm.graph),
             lowered.passes_s,
             compile_s,
@@ -252,14 +240,18 @@ class Region:
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
         holdings = self.engine.holdings
-        self.engine.touched(binding.units)
-        if binding.parts:
-            holdings.gather_wholes(holdings.wanted_whole(binding.parts, self._broken))
+        holdings.touched.update(binding.units)
+        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
+        self.engine.prefetch.before_forward(graph, binding, split)
         holdings.regions_run += 1
         if graph.direction == "forward":
             self.calls.begin(binding, holdings.entry)
         program = self._program(graph, binding, forward_states(holdings, binding))
-        return self._run(program, binding, args, program.plan.extra_args(binding.shards))
+        extra = program.plan.extra_args(binding.shards)
+        for slot in program.plan.dropped:
+            if binding.shards[slot].is_for_one_program:
+                binding.shards[slot].reshard()
+        return self._run(program, binding, args, extra)
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
         """Runs a program; keeps what is to stay gathered."""
@@ -312,7 +304,13 @@ class Region:
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
-        states = backward_states(engine.holdings, graph, binding, asked, dead, split)
+        engine.prefetch.before_backward(graph, binding, split, asked)
+        behind = frozenset[Unit]()
+        if engine.deferred is None:
+            behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
+        states = backward_states(engine.holdings, graph, binding, asked, dead, split, behind)
+        if self._planner is not None and not all(unit.reduce_grads for unit in binding.units):
+            states = self._with_accumulation(graph, binding, states, split)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
@@ -333,9 +331,28 @@ class Region:
             self._take(shards[slot], grad, (slot, position), plan, not shared.isdisjoint(_storages([grad])))
             shared |= _storages([grad])
             engine.holdings.active.add(shards[slot].unit)
+        for shard in shards:  # what was gathered for this program, and another call will gather again
+            if shard.is_for_one_program:
+                shard.reshard()
+        for unit in behind:
+            engine.holdings.launch_reduction(unit)
         if split:
             engine.holdings.end_split(split - asked.units_again)
         return results
+
+    def _with_accumulation(
+        self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
+    ) -> list[UnitState]:
+        """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
+        assert self._planner is not None
+        why = self._planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
+        if not why:
+            return states
+        self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+        return [
+            state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
+            for unit, state in zip(binding.units, states, strict=True)
+        ]
 
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
         if place in plan.again:
@@ -373,10 +390,3 @@ def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
     """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
     added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
     return [*graph.inputs, *(node.meta["val"] for node in added)]
-
-
-def _post_forward_ref(param: ParamRef) -> ParamRef:
-    assert param.post_forward is not None
-    count, _ = param.post_forward
-    numel = math.prod(padded_shape(param.size, count, param.dim)) // count
-    return replace(param, shard_numel=numel)

@@ -137,8 +137,17 @@ class Shard:
 
     def stay(self, full: Tensor) -> None:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
-        self.full, self.post_forward, self._versions = full, None, self._written()
+        self.keep(full)
         self._register(self.param.as_registered(full))
+
+    def keep(self, full: Tensor) -> None:
+        """Keeps a gathered value for the next program, unregistered: it is for that program alone."""
+        self.full, self.post_forward, self._versions = full, None, self.written()
+
+    @property
+    def is_for_one_program(self) -> bool:
+        """Whether what is gathered is for the next program alone."""
+        return self.full is not None and self._registered is None
 
     def stay_whole(self) -> None:
         """The same for a parameter that is whole on this rank: nothing is kept."""
@@ -149,14 +158,15 @@ class Shard:
 
     def stay_post_forward(self, shard: Tensor) -> None:
         """Keeps a post-forward shard `[n]`."""
-        self.full, self.post_forward, self._versions = None, shard, self._written()
+        self.full, self.post_forward, self._versions = None, shard, self.written()
         self._register(self.param.as_registered_post_forward(shard))
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written since what stays was gathered."""
-        return (self.full is not None or self.post_forward is not None) and self._written() != self._versions
+        return (self.full is not None or self.post_forward is not None) and self.written() != self._versions
 
-    def _written(self) -> tuple[int, int]:
+    def written(self) -> tuple[int, int]:
+        """How often the parameter was written: the same numbers mean the same values."""
         # Optimizers write through the DTensor, which counts them alone; others write its local tensor.
         return version(self.param.parameter), version(self.leaf)
 

@@ -47,8 +47,9 @@ def backward_states(
     asked: Backward,
     dead: frozenset[int],
     split: frozenset[Unit],
+    behind: frozenset[Unit] = frozenset(),
 ) -> list[UnitState]:
-    """States of a backward's units. Gathers those of `split` that the graph needs.
+    """States of a backward's units.
 
     Args:
         holdings: of the model.
@@ -57,14 +58,12 @@ def backward_states(
         asked: what the running backward asks.
         dead: positions of results without a gradient.
         split: units that are gathered and reduced as a whole.
+        behind: units that are reduced behind the program.
     """
     shards, reduced, again = binding.shards, graph.reduced, asked.again
     last = None if graph.last_gathered is None else shards[graph.last_gathered].unit
-    holdings.finish_gathers(binding.units)
     states = []
     for unit, slots in zip(binding.units, binding.slots, strict=True):
-        if unit in split and not graph.gathered.isdisjoint(slots):
-            holdings.gather_whole(unit)
         bits: tuple[int, ...] = ()
         if again or dead or unit in holdings.active:
             bits = tuple(
@@ -78,6 +77,6 @@ def backward_states(
         # FSDP2 reshards a unit whose inputs need no gradient when backward ends, not between two calls.
         first = unit in asked.entry.units or unit is last
         stays = not unit.reshard_after_backward or (first and not again.isdisjoint(shards))
-        reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split
+        reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split and unit not in behind
         states.append(UnitState(unit.backward_settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
     return states

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard import driver
 from graphshard.compat import fake_tensors
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
 from graphshard.fsdp2 import Unit
-from graphshard.ir import WAIT, Direction, PassContext, launch_counts
+from graphshard.halves import Half, cut_at_wait
+from graphshard.ir import Direction, PassContext, launch_counts
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
@@ -33,35 +35,71 @@ class Engine(Protocol):
 
 
 class Gather:
-    """A gather of one unit under way: launched, not awaited.
+    """A gather of parameters of one unit under way: launched, not awaited.
 
     Args:
-        gm: lowered graph.
-        args: shards.
+        shards: of the parameters.
+        crossing: what the first half of the program left for the second.
+        finish: that second half.
+
+    Attributes:
+        stays: whether what arrives stays until it is resharded, and is registered; else it is for one program.
+        ahead: whether a region before the one that needs it has launched it.
     """
 
-    def __init__(self, gm: GraphModule, args: Sequence[Tensor]) -> None:
-        self._interpreter = Interpreter(gm)
-        self._interpreter.args_iter = iter(args)
-        self._todo = list(gm.graph.nodes)
-        while self._todo and self._todo[0].target is not WAIT:
-            self._step()
+    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Half) -> None:
+        self.shards = shards
+        self.stays = True
+        self.ahead = False
+        self._crossing = crossing
+        self._finish = finish
+        self._written = [shard.written() for shard in shards]
 
-    def _step(self) -> Any:
-        node = self._todo.pop(0)
-        result = self._interpreter.env[node] = self._interpreter.run_node(node)
-        return result
-
+    @torch.no_grad()
     def wait(self) -> Sequence[Tensor]:
         """The gathered parameters."""
-        result: Sequence[Tensor] = ()
-        while self._todo:
-            result = self._step()
-        return result
+        full: Sequence[Tensor] = self._finish(self._crossing)
+        return full
+
+    def is_outdated(self) -> bool:
+        """Whether a parameter was written since the launch."""
+        return any(shard.written() != seen for shard, seen in zip(self.shards, self._written, strict=True))
+
+
+class Reduction:
+    """A reduction of gradients of one unit under way: launched, not awaited. Arguments as of a `Gather`.
+
+    Args:
+        all_reduce: whether the results are the gradients; else they are partial.
+    """
+
+    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Half, all_reduce: bool) -> None:
+        self._shards = shards
+        self._crossing = crossing
+        self._finish = finish
+        self._all_reduce = all_reduce
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Puts the reduced gradients on the parameters; partial ones stay with the shards."""
+        for shard, result in zip(self._shards, self._finish(self._crossing), strict=True):
+            if self._all_reduce:
+                shard.param.deliver_grad(result)
+            else:
+                shard.partial = result
+
+
+@dataclass
+class UnitProgram:
+    """A lowered program of one unit, in two halves (see `cut_at_wait`)."""
+
+    launch: Half
+    finish: Half
+    record: ProgramRecord
 
 
 class UnitPrograms:
-    """The unit programs of one model.
+    """The unit programs of one model. Equal units share them.
 
     Args:
         engine: of the model.
@@ -70,49 +108,57 @@ class UnitPrograms:
     def __init__(self, engine: Engine) -> None:
         self._name = engine.name
         self._report = engine.report
-        self._programs: dict[tuple[object, ...], tuple[GraphModule, ProgramRecord]] = {}
+        self._programs: dict[tuple[object, ...], UnitProgram] = {}
+        self._shared: dict[tuple[object, ...], UnitProgram] = {}
 
     def clear(self) -> None:
         """Forgets programs: parameters have changed."""
         self._programs.clear()
+        self._shared.clear()
 
     @torch.no_grad()
     def launch_gather(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> Gather:
         """Launches the gather of some parameters of one unit; counts it in `record`, or in one of its own."""
         unit = shards[0].unit
-        gm, own = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
-        (record or own).runs += 1
-        return Gather(gm, [shard.leaf.detach() for shard in shards])
+        program = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
+        (record or program.record).runs += 1
+        crossing = program.launch([shard.leaf.detach() for shard in shards])
+        return Gather(shards, crossing, program.finish)
 
     @torch.no_grad()
-    def reduce(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
-        """Reduces what `shards`, of one unit, hold (zeros, where they hold nothing), and puts it on the parameters.
+    def launch_reduction(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> Reduction:
+        """Launches the reduction of what `shards`, of one unit, hold (zeros, where they hold nothing).
 
-        Where the unit does not all-reduce, they hold what is reduced over the shards. Counts it in `record`, or in
-        one of its own.
+        Where the unit does not all-reduce, they will hold what is reduced over the shards. Counts it in `record`, or
+        in one of its own.
         """
-        grads = [_held(shard) for shard in shards]
+        args = [_held(shard) for shard in shards]
         bits = tuple(shard.bits & PARTIAL | REACHED for shard in shards)
-        state = UnitState(unit.settings(), RESHARD, True, None, bits)
-        gm, own = self._program("reduce", shards, state)
-        partial = [shard.partial for shard in shards if shard.partial is not None]
-        (record or own).runs += 1
+        settings = unit.settings()
+        program = self._program("reduce", shards, UnitState(settings, RESHARD, True, None, bits))
+        args += [shard.leaf.detach() for shard in shards]
+        args += [shard.partial for shard in shards if shard.partial is not None]
+        (record or program.record).runs += 1
         for shard in shards:
             shard.drop_grads()
-        results: Sequence[Tensor] = gm(*grads, *(shard.leaf.detach() for shard in shards), *partial)
-        for shard, result in zip(shards, results, strict=True):
-            if state.settings.all_reduce:
-                shard.param.deliver_grad(result)
-            else:
-                shard.partial = result
+        return Reduction(shards, program.launch(args), program.finish, settings.all_reduce)
 
-    def _program(self, kind: str, shards: Sequence[Shard], state: UnitState) -> tuple[GraphModule, ProgramRecord]:
+    def reduce(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
+        """The same, awaited."""
+        self.launch_reduction(unit, shards, record).wait()
+
+    def _program(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:
         key = (kind, tuple(map(id, shards)), state)
-        if key not in self._programs:
-            self._programs[key] = self._lower(kind, shards, state)
-        return self._programs[key]
+        if (found := self._programs.get(key)) is None:
+            state = replace(state, settings=state.settings.without_prefetch())
+            alike = tuple((shard.spec(), replace(shard.ref(), fqn="", unit="")) for shard in shards)
+            common = (kind, alike, shards[0].unit.device, state)
+            if (found := self._shared.get(common)) is None:
+                found = self._shared[common] = self._lower(kind, shards, state)
+            self._programs[key] = found
+        return found
 
-    def _lower(self, kind: str, shards: Sequence[Shard], state: UnitState) -> tuple[GraphModule, ProgramRecord]:
+    def _lower(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:
         names = [f"shard_{i}" for i in range(len(shards))]
         gm = _marked(kind, shards, names)
         slots = range(len(shards))
@@ -134,7 +180,7 @@ class UnitPrograms:
             ir=format_graph(lowered.graph),
         )
         self._report.programs.append(record)
-        return lowered, record
+        return UnitProgram(*cut_at_wait(lowered), record)
 
 
 def _held(shard: Shard) -> Tensor:

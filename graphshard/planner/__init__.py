@@ -3,13 +3,14 @@
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
-from graphshard.planner.keep import choose_kept, kept_problems
+from graphshard.planner.keep import Accumulation, accumulation_choice, choose_kept, kept_problems
 from graphshard.planner.live_memory import LiveBytes, live_by_category
 from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
 __all__ = [
+    "Accumulation",
     "Action",
     "Bucket",
     "BudgetTooSmall",
@@ -24,6 +25,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Transfer",
+    "accumulation_choice",
     "best_schedule",
     "check_schedule",
     "choose_kept",

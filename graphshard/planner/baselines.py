@@ -63,8 +63,21 @@ def _filled(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[tuple[i
     return done + [tuple(members) for members, _ in filling.values()]
 
 
+def _launchable(problem: Problem, members: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A bucket, cut in front of what is ready only behind the first use of another member."""
+    parts: list[tuple[int, ...]] = []
+    for i in members:
+        need = problem.gathers[parts[-1][0]].first_use if parts else -1
+        if problem.gathers[i].ready <= need:
+            parts[-1] = (*parts[-1], i)
+        else:
+            parts.append((i,))
+    return parts
+
+
 def _placed(problem: Problem, gathers: list[tuple[int, ...]], reductions: list[tuple[int, ...]]) -> Schedule:
     end = len(problem.ops)
+    gathers = [part for members in gathers for part in _launchable(problem, members)]
     gathers = sorted(gathers, key=lambda members: min(problem.gathers[i].first_use for i in members))
     reductions = sorted(reductions, key=lambda members: max(problem.reductions[i].ready for i in members))
     buckets = [Bucket("gather", members) for members in gathers]

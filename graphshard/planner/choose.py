@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
+from graphshard.planner.ground import Placed
+from graphshard.planner.polish import is_small, polished
 from graphshard.planner.problem import Problem
 from graphshard.planner.schedule import Schedule
-from graphshard.planner.search import searched
+from graphshard.planner.search import searched, searched_by_blocks
 from graphshard.planner.simulator import Simulation, simulate
 
 # Of the walks that are as good as the best, so many are simulated.
-_COMPARED = 8
+_COMPARED = 4
+# Small problems are polished from so many that differ in their buckets.
+_STARTS = 6
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,13 @@ class BudgetTooSmall(ValueError):
     """No schedule fits the memory budget."""
 
 
-def best_schedule(problem: Problem, budget_bytes: int | None = None) -> Choice:
+def best_schedule(problem: Problem, budget_bytes: int | None = None, reuse_blocks: bool = True) -> Choice:
     """The fastest schedule found that allocates at most `budget_bytes`; None: as much as FSDP2's schedule.
+
+    Args:
+        problem: what to plan.
+        budget_bytes: most that may be allocated, by the simulator's count.
+        reuse_blocks: blocks that repeat are planned once.
 
     Raises:
         BudgetTooSmall: no schedule was found; says the least that one needs, and which unit needs it.
@@ -55,7 +64,9 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None) -> Choice:
     if budget_bytes is None:
         budget_bytes = simulations["fsdp2"].peak_bytes
     found = dict(rivals)
-    for placed in searched(problem, budget_bytes).good()[:_COMPARED]:
+    best_placed: Placed | None = None
+    search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes)
+    for placed in search.good()[:_COMPARED]:
         schedule = placed.schedule()
         simulation = simulate(problem, schedule)
         known = simulations.get("search")
@@ -63,14 +74,21 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None) -> Choice:
             len(found["search"].buckets),
             known.peak_bytes,
         ):
-            found["search"], simulations["search"] = schedule, simulation
+            found["search"], simulations["search"], best_placed = schedule, simulation, placed
+    if best_placed is not None:
+        safer = search.safer(best_placed).schedule()
+        if safer != found["search"]:
+            found["search"], simulations["search"] = safer, simulate(problem, safer)
+    if is_small(problem):
+        starts = [found[name] for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
+        for start in (*starts, *(placed.schedule() for placed in search.different(_STARTS))):
+            moved = polished(problem, start, budget_bytes)
+            simulation = simulate(problem, moved)
+            if "search" not in simulations or simulation.step_us < simulations["search"].step_us:
+                found["search"], simulations["search"] = moved, simulation
     fitting = [name for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
     if not fitting:
-        least = min(simulations, key=lambda name: simulations[name].peak_bytes)
-        raise BudgetTooSmall(
-            f"memory_budget: got {budget_bytes} bytes for {problem.direction}, want at least "
-            f"{simulations[least].peak_bytes}"
-        )
+        raise BudgetTooSmall(_too_small(problem, budget_bytes, simulations))
     best = min(fitting, key=lambda name: (simulations[name].step_us, simulations[name].peak_bytes, name))
     return Choice(
         found[best],
@@ -78,4 +96,23 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None) -> Choice:
         lower_bound_us(problem),
         best,
         tuple((name, simulations[name].step_us, simulations[name].peak_bytes) for name in rivals),
+    )
+
+
+def _too_small(problem: Problem, budget_bytes: float, simulations: dict[str, Simulation]) -> str:
+    name = min(simulations, key=lambda name: simulations[name].peak_bytes)
+    live = simulations[name].live_bytes
+    at = live.index(max(live))
+    gathered = [g for g in problem.gathers if g.first_use <= at <= g.last_use]
+    reduced = [r for r in problem.reductions if at - 1 <= r.ready <= at + 1]
+    items = [(g.wire_bytes, g.unit, "gathers") for g in gathered] + [(r.wire_bytes, r.unit, "reduces") for r in reduced]
+    units: dict[tuple[str, str], int] = {}
+    for num_bytes, unit, what in items:
+        units[unit, what] = units.get((unit, what), 0) + num_bytes
+    unit, what = max(units, key=lambda key: units[key], default=("", ""))
+    place = problem.ops[at] if at < len(problem.ops) else "the end"
+    who = f", where unit {unit!r} {what} {units[unit, what]} bytes" if units else ""
+    return (
+        f"memory_budget: got {budget_bytes} bytes for {problem.direction}, want at least {live[at]}: "
+        f"that is the least found ({name}), at {place}{who}"
     )

@@ -35,8 +35,8 @@ class Floor:
         return tuple(map(sum, zip(self.needed, self.reducing, strict=True)))
 
 
-def least_memory(problem: Problem, budget_bytes: float) -> Floor:
-    """The floor of `problem` within `budget_bytes`."""
+def least_memory(problem: Problem, budget_bytes: float, spare_bytes: int = 0) -> Floor:
+    """The floor of `problem` within a budget; gradients above `spare_bytes` are late unless that much is spare."""
     needed = _of_gathers(problem)
     end = len(problem.ops)
     for i, op_bytes in enumerate(problem.op_bytes):
@@ -56,12 +56,16 @@ def least_memory(problem: Problem, budget_bytes: float) -> Floor:
     for position in range(end + 1):
         for i in sorted(waiting, key=lambda i: (problem.reductions[i].grad_bytes, i)):
             held = held_by_launch([problem.reductions[i]])[0]
-            if needed[position] + _reducing(problem, at[position]) + held <= budget_bytes or position == end:
+            spare = _spare(problem, i, spare_bytes)
+            if needed[position] + _reducing(problem, at[position]) + held + spare <= budget_bytes or position == end:
                 waiting.remove(i)
                 late.append((i, position))
                 reducing[position] = held
         now = sorted(at[position], key=lambda i: problem.reductions[i].grad_bytes)
-        while now and needed[position] + reducing[position] + _reducing(problem, now) > budget_bytes and position < end:
+        while now and position < end:
+            spare = _spare(problem, now[-1], spare_bytes)
+            if needed[position] + reducing[position] + _reducing(problem, now) + spare <= budget_bytes:
+                break
             i = now.pop()
             waiting.append(i)
             for later in range(max(0, position - 1), end + 1):
@@ -92,6 +96,10 @@ def _of_gathers(problem: Problem) -> list[int]:
         live += change[position]
         needed.append(live + once[position])
     return needed
+
+
+def _spare(problem: Problem, i: int, spare_bytes: int) -> int:
+    return spare_bytes if problem.reductions[i].grad_bytes > spare_bytes else 0
 
 
 def _reducing(problem: Problem, reductions: list[int]) -> int:

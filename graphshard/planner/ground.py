@@ -13,6 +13,8 @@ from graphshard.planner.memory import held_by_launch
 from graphshard.planner.problem import OwnCollective, Problem
 from graphshard.planner.schedule import Action, Bucket, Schedule, Step
 
+Ends = tuple[frozenset[int], ...]
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -23,15 +25,17 @@ class Wish:
         queued: a collective is launched when this part of the one before it on its stream is still to come.
         lead: a gather is launched only if its spare time is at most this multiple of its own.
         reserve_bytes: left free by gathers that are launched ahead.
+        gathers_first: of a gather that has no spare time and a reduction the gather is launched first.
         margin: a reduction is awaited when it should have been done for this part of its own time.
     """
 
-    gathers: tuple[frozenset[int], ...]
-    reductions: tuple[frozenset[int], ...]
+    gathers: Ends
+    reductions: Ends
     queued: float = 0.0
     lead: float = 2.0
     reserve_bytes: int = 0
     margin: float = 0.5
+    gathers_first: bool = True
 
 
 class Ground:
@@ -42,9 +46,9 @@ class Ground:
         walked: how many positions have been walked, by all walks.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: float) -> None:
-        self.problem, self.budget_bytes = problem, budget_bytes
-        floor = least_memory(problem, budget_bytes)
+    def __init__(self, problem: Problem, budget_bytes: float, spare_bytes: int = 0) -> None:
+        self.problem, self.budget_bytes, self.spare_bytes = problem, budget_bytes, spare_bytes
+        floor = least_memory(problem, budget_bytes, spare_bytes)
         self.fits, self.late = floor.fits, floor.late
         self.room = [budget_bytes - needed for needed in floor.needed]
         self.reducing = floor.reducing
@@ -52,6 +56,8 @@ class Ground:
         self.gathers = sequences(problem.gathers)
         self.reductions = sequences(problem.reductions, frozenset(i for i, _ in floor.late))
         self.first_use = [[problem.gathers[i].first_use for i in sequence] for sequence in self.gathers]
+        # Where a bucket that begins at a place must end: what is behind is ready only when its first member is needed.
+        self.reach = [self._reach(sequence) for sequence in self.gathers]
         self.ready = [[problem.reductions[i].ready for i in sequence] for sequence in self.reductions]
         # For each sequence of reductions: how many are ready at a position, gradients in front of a place, one alone.
         self.ready_at = [[bisect_right(ready, at) for at in range(len(problem.ops) + 1)] for ready in self.ready]
@@ -74,6 +80,14 @@ class Ground:
         self.walked = 0
         self._gather_costs: dict[tuple[int, int, int], BucketCost] = {}
         self._reduction_costs: dict[tuple[int, int, int], BucketCost] = {}
+
+    def _reach(self, sequence: list[int]) -> list[int]:
+        gathers = [self.problem.gathers[i] for i in sequence]
+        late = [place for place, gather in enumerate(gathers) if gather.ready]
+        return [
+            next((at for at in late if at > place and gathers[at].ready > gather.first_use), len(sequence))
+            for place, gather in enumerate(gathers)
+        ]
 
     def _slower(self) -> list[float]:
         """For each stream, its bytes over those of its gathers."""

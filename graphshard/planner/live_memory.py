@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch
+from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch, scratch_bytes
 from graphshard.planner.problem import Gather, Problem, Reduction
 from graphshard.planner.schedule import Action, Schedule, Step
 
@@ -69,12 +69,13 @@ class _Walk:
             self.most[at] = now
 
     def launch(self, members: Sequence[Gather] | Sequence[Reduction], at: int) -> None:
-        held, freed = held_by_launch(members)
+        (held, freed), scratch = held_by_launch(members), scratch_bytes(members)
         results = sum(member.shard_bytes for member in members) if isinstance(members[0], Reduction) else 0
         self.reduced += results
         self.buffers += held - results
         self._see(at)
-        self.gradients -= freed
+        self.gradients -= freed - scratch
+        self.buffers -= scratch
 
     def wait(self, members: Sequence[Gather] | Sequence[Reduction], step: Step, at: int) -> None:
         freed = freed_by_wait(members)

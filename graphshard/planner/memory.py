@@ -18,10 +18,22 @@ def held_by_launch(members: Sequence[Gather] | Sequence[Reduction]) -> tuple[int
         grads = sum(member.grad_bytes for member in members if isinstance(member, Reduction))
         if len(members) == 1 and members[0].alone_in_us == 0.0:
             return shards, 0  # the gradient itself is sent: free behind the wait
-        return shards + sum(member.wire_bytes for member in members), grads
+        scratch = scratch_bytes(members)
+        return shards + sum(member.wire_bytes for member in members) + scratch, grads + scratch
     copied = len(members) > 1 or members[0].alone_in_us > 0.0
     shards = sum(member.shard_bytes for member in members) if copied else 0
-    return sum(member.wire_bytes for member in members) + shards, 0
+    scratch = scratch_bytes(members)
+    return sum(member.wire_bytes for member in members) + shards + scratch, scratch
+
+
+def scratch_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
+    """Bytes that a copy-in allocates besides, until it is done."""
+    if len(members) > 1:
+        return sum(member.scratch_bytes for member in members)
+    first = members[0]
+    if isinstance(first, Gather) or first.alone_in_us == 0.0:
+        return 0
+    return max(0, first.scratch_bytes - first.wire_bytes)
 
 
 def freed_by_wait(members: Sequence[Gather] | Sequence[Reduction]) -> int:

@@ -10,12 +10,9 @@ Source: list scheduling; admission as in the banker's algorithm.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from graphshard.planner.costs import BucketCost
 from graphshard.planner.ground import Ground, Placed, Wish
-from graphshard.planner.schedule import Bucket, Step
-from graphshard.planner.simulator import computed_until
+from graphshard.planner.walk import Walk
 
 # A bucket that comes late anyway is cut to what fits, down to this part of it.
 _LEAST_PART = 0.25
@@ -23,52 +20,11 @@ _LEAST_PART = 0.25
 
 def placed(ground: Ground, wish: Wish) -> Placed | None:
     """Walks the program; None where the budget does not suffice."""
-    walk = _Walk(ground, wish)
+    walk = _Placing(ground, wish)
     return Placed(walk.end_us(), tuple(walk.steps), wish) if walk.run() else None
 
 
-class _Walk:
-    def __init__(self, ground: Ground, wish: Wish) -> None:
-        self.ground, self.wish, self.problem = ground, wish, ground.problem
-        self.budget, self.contention = ground.budget_bytes, ground.problem.contention
-        self.gather_ends = [sorted(ends) for ends in wish.gathers]
-        self.reduction_ends = [sorted(ends) for ends in wish.reductions]
-        self.now_us = 0.0
-        self.free_us = [0.0] * len(self.problem.streams)
-        self.last_us = [0.0] * len(self.problem.streams)
-        self.live = ground.first_grads
-        self.gathered, self.reduced = [0] * len(ground.gathers), [0] * len(ground.reductions)
-        self.is_late = dict(enumerate(ground.late, start=len(ground.reductions)))
-        self.flying: dict[int, list[tuple[float, BucketCost]]] = {}  # by need
-        self.pending: list[tuple[float, BucketCost]] = []
-        self.finishing: list[tuple[float, BucketCost]] = []
-        self.own_ends_us: dict[str, float] = {}
-        self.room = list(ground.room)
-        self.ahead = list(ground.free_ahead)  # the room without what gradients of a later position need
-        self.frees = [0] * (len(self.problem.ops) + 1)
-        self.steps: list[tuple[int, Step, Bucket]] = []
-        self.gather_streams = [self.problem.gathers[s[0]].transfer.stream for s in ground.gathers]
-        self.scatter_streams = [self.problem.reductions[s[0]].transfer.stream for s in ground.reductions]
-        self.latest_us = [self._latest_us(number) for number in range(len(ground.gathers))]
-        self.streams = sorted({*self.gather_streams, *(r.transfer.stream for r in self.problem.reductions)})
-
-    def _latest_us(self, number: int) -> list[float]:
-        """For each place in a sequence of gathers, when to launch it at the latest, on the clock of computation.
-
-        Reductions on its stream slow it down.
-        """
-        ends, elapsed = self.gather_ends[number], self.problem.elapsed_us
-        slower = self.ground.slower[self.gather_streams[number]]
-        found = [float("inf")] * (len(self.ground.gathers[number]) + 1)
-        for first, last in zip(reversed([0, *ends[:-1]]), reversed(ends), strict=True):
-            cost = self.ground.gather(number, first, last)
-            latest_us = min(elapsed[cost.need], found[last]) - cost.us * slower
-            found[first:last] = [latest_us] * (last - first)
-        return found
-
-    def end_us(self) -> float:
-        return max([self.now_us, *self.free_us])
-
+class _Placing(Walk):
     def run(self) -> bool:
         ground, op_us, count = self.ground, self.problem.op_us, len(self.problem.ops)
         ground.walked += count
@@ -83,7 +39,7 @@ class _Walk:
                 self._run_own(at)
             self._compute(op_us[at])
             self.live += ground.grads[at] - self.frees[at]
-        return self._finish(count)
+        return self._arrive(count) and self._finish(count)
 
     # -- one position
 
@@ -105,7 +61,7 @@ class _Walk:
 
     def _fill(self, at: int, until_us: float) -> None:
         """Launches what keeps the streams busy while the op at `at` runs, which begins at `until_us`."""
-        dry_us = until_us + self.problem.op_us[at]
+        dry_us = until_us + (self.problem.op_us[at] if at < len(self.problem.op_us) else 0.0)
         for stream in self.streams:
             while self.free_us[stream] - self.wish.queued * self.last_us[stream] < dry_us:
                 if not self._launch_ahead(stream, at, max(until_us, self.now_us)):
@@ -119,24 +75,22 @@ class _Walk:
         number, cost = gather
         start_us = until_us + self.latest_us[number][self.gathered[number]] - self.problem.elapsed_us[at]
         spare_us = start_us - max(until_us, self.free_us[stream])
-        if reduction is not None and spare_us >= reduction[1].us and self._launch_reduction(reduction, at, until_us):
+        first = reduction is not None and (spare_us >= reduction[1].us or not self.wish.gathers_first)
+        if reduction is not None and first and self._launch_reduction(reduction, at, until_us):
             return True
         if spare_us <= self.wish.lead * cost.us and self._launch_gather(number, cost, at, until_us, spare_us < 0.0):
             return True
-        return reduction is not None and spare_us < reduction[1].us and self._launch_reduction(reduction, at, until_us)
+        return reduction is not None and not first and self._launch_reduction(reduction, at, until_us)
 
     def _next_gather(self, stream: int, at: int) -> tuple[int, BucketCost] | None:
         best: tuple[int, BucketCost] | None = None
         for number, of in enumerate(self.gather_streams):
             first = self.gathered[number]
             if of == stream and first < len(self.ground.gathers[number]):
-                cost = self.ground.gather(number, first, self._end(self.gather_ends[number], first))
+                cost = self.ground.gather(number, first, self._gather_end(number, first))
                 if cost.ready <= at and (best is None or cost.need < best[1].need):
                     best = number, cost
         return best
-
-    def _end(self, ends: list[int], first: int) -> int:
-        return ends[bisect_left(ends, first + 1)]
 
     def _next_reduction(self, stream: int, at: int) -> tuple[int, BucketCost] | None:
         """The first bucket that is whole, then one that is late."""
@@ -161,7 +115,7 @@ class _Walk:
     def _force(self, number: int, at: int) -> bool:
         """Launches the gather that is needed at `at`, cut to what fits."""
         first = self.gathered[number]
-        last = self._end(self.gather_ends[number], first)
+        last = self._gather_end(number, first)
         while True:
             cost = self.ground.gather(number, first, last)
             if self._launch_gather(number, cost, at, self.now_us, cut=True):
@@ -243,117 +197,11 @@ class _Walk:
         self.steps.append((at, "wait", cost.bucket))
         return True
 
-    # -- reductions
-
     def _launch_reduction(self, found: tuple[int, BucketCost], at: int, until_us: float) -> bool:
         number, cost = found
         # It should not be awaited for its memory at once: the op, too, must fit.
         more = max(cost.held, cost.held - cost.freed + self.ground.grads[at]) + self.ground.op_bytes[at]
         return self._has_room(at, more, until_us) and self._start_reduction(number, cost, at)
-
-    def _start_reduction(self, number: int, cost: BucketCost, at: int) -> bool:
-        if number < len(self.reduced):
-            self.reduced[number] += len(cost.bucket.members)
-        else:
-            _, late = self.is_late.pop(number)
-            grad = self.problem.reductions[cost.bucket.members[0]].grad_bytes
-            for position in range(at + 1, late + 1):
-                self.room[position] += grad
-                self.ahead[position] += grad
-        self.pending.append((self._start(cost, at), cost))
-        return True
-
-    def _reduce_in_time(self, at: int) -> bool:
-        """Reduces what is ready if it would not fit behind the op at `at`."""
-        for number, (_, late) in list(self.is_late.items()):
-            if late <= at and not self._reduce_now(number, 1, at):
-                return False
-        while True:
-            waiting, most = self._unreduced(at)
-            if not waiting or waiting + most + self.ground.reducing[at + 1] <= self.room[at + 1]:
-                return True
-            if not self._reduce_some(at):
-                return False
-
-    def _unreduced(self, at: int) -> tuple[int, int]:
-        """Bytes of gradients that are ready and not reduced, and the most that the reduction of one takes."""
-        waiting = most = 0
-        for number, counts in enumerate(self.ground.ready_at):
-            first, last = self.reduced[number], counts[at]
-            if last > first:
-                grads = self.ground.grads_before[number]
-                waiting += grads[last] - grads[first]
-                most = max(most, max(self.ground.alone_held[number][first:last]))
-        return waiting, most
-
-    def _reduce_some(self, at: int) -> bool:
-        """Launches the reduction of as much that is ready as fits, behind all waits that this takes."""
-        for number, ready in enumerate(self.ground.ready):
-            first = self.reduced[number]
-            last = bisect_left(ready, at + 1, lo=first)
-            if last > first:
-                return self._reduce_now(number, min(last, self._end(self.reduction_ends[number], first)), at)
-        return False
-
-    def _reduce_now(self, number: int, last: int, at: int) -> bool:
-        first = self.reduced[number] if number < len(self.reduced) else 0
-        free = self.budget - self.live - self.ground.op_bytes[at] + sum(c.freed_by_wait for _, c in self.pending)
-        while last > first + 1 and self.ground.reduction(number, first, last).held > free:
-            last = first + (last - first) // 2
-        cost = self.ground.reduction(number, first, last)
-        while self.live + cost.held + self.ground.op_bytes[at] > self.budget:
-            if not self.pending:
-                return False
-            self._wait_reduction(at)
-        return self._start_reduction(number, cost, at)
-
-    def _wait_reduction(self, at: int) -> None:
-        end_us, cost = self.pending.pop(0)
-        self.now_us = max(self.now_us, end_us)
-        self.live -= cost.freed_by_wait
-        self.steps.append((at, "wait", cost.bucket))
-        if cost.then < 0:
-            self._compute(cost.out_us)
-            return
-        self._compute(self.problem.launch_us)
-        self.free_us[cost.then] = max(self.now_us, self.free_us[cost.then]) + cost.then_us
-        self.finishing.append((self.free_us[cost.then], cost))
-
-    def _make_room(self, at: int, more: int) -> bool:
-        while self.live + more > self.budget:
-            if not self._wait_or_reduce(at):
-                return False
-        return True
-
-    def _wait_or_reduce(self, at: int) -> bool:
-        if self.pending:
-            self._wait_reduction(at)
-            return True
-        return self._reduce_some(at)
-
-    # -- time
-
-    def _compute(self, work_us: float) -> None:
-        if self.contention:
-            self.now_us = computed_until(self.now_us, work_us, max(self.free_us), self.contention)
-        else:
-            self.now_us += work_us
-
-    def _start(self, cost: BucketCost, at: int) -> float:
-        self._compute(cost.in_us)
-        end_us = max(self.now_us, self.free_us[cost.stream]) + cost.us
-        self.free_us[cost.stream], self.last_us[cost.stream] = end_us, cost.us
-        self.live += cost.held - cost.freed
-        self.steps.append((at, "launch", cost.bucket))
-        return end_us
-
-    def _run_own(self, at: int) -> None:
-        for launches, own in self.ground.own.get(at, ()):
-            if launches:
-                self.free_us[own.stream] = max(self.now_us, self.free_us[own.stream]) + own.us
-                self.own_ends_us[own.name] = self.free_us[own.stream]
-            else:
-                self.now_us = max(self.now_us, self.own_ends_us[own.name])
 
     def _finish(self, end: int) -> bool:
         """Reduces the rest, and awaits all."""

@@ -5,10 +5,11 @@ All of it is numbers and names: the same on every rank, and free of graphs. Time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
+from math import isfinite
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Gather:
         alone_in_us, alone_out_us: in a bucket of its own.
         alone_out_bytes: of what is copied out of a bucket of its own; 0: nothing is.
         shard_bytes: of this rank's part as it is sent, where a copy is made for it.
+        scratch_bytes: that the copy into a bucket with others allocates besides, until it is done.
     """
 
     fqn: str
@@ -73,6 +75,7 @@ class Gather:
     alone_out_us: float = 0.0
     alone_out_bytes: int = 0
     shard_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Reduction:
         ready: the first op before which it can be launched.
         copy_in_us, copy_out_us: in a bucket with others.
         alone_in_us, alone_out_us: in a bucket of its own; `alone_in_us` 0: the gradient itself is sent.
+        scratch_bytes: as of a gather; in a bucket of its own, what is sent is part of it.
     """
 
     fqn: str
@@ -104,6 +108,7 @@ class Reduction:
     copy_out_us: float = 0.0
     alone_in_us: float = 0.0
     alone_out_us: float = 0.0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,13 @@ class Problem:
     contention: float = 0.0
     launch_us: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a number is negative or not finite, a position is not in the program, or a stream is not there.
+        """
+        for error in _errors(self):
+            raise ValueError(f"problem: {error}")
+
     @cached_property
     def elapsed_us(self) -> tuple[float, ...]:
         """Time of the computation up to each position: one more entry than there are ops."""
@@ -161,6 +173,46 @@ class Problem:
     def compute_us(self) -> float:
         """Time of all computation, without copies."""
         return self.elapsed_us[-1]
+
+
+def _errors(problem: Problem) -> Iterator[str]:
+    for name in ("op_us", "op_bytes"):
+        values = getattr(problem, name)
+        if len(values) != len(problem.ops):
+            yield f"{name}: got {len(values)} numbers, want {len(problem.ops)}, one for each op"
+        yield from (f"{name}[{i}]: {_want(value)}" for i, value in enumerate(values) if _want(value))
+    for name in ("contention", "launch_us"):
+        if _want(getattr(problem, name)):
+            yield f"{name}: {_want(getattr(problem, name))}"
+    for name in ("gathers", "reductions", "own"):
+        for i, item in enumerate(getattr(problem, name)):
+            yield from (f"{name}[{i}].{error}" for error in _item_errors(problem, item))
+
+
+def _item_errors(problem: Problem, item: Gather | Reduction | OwnCollective) -> Iterator[str]:
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, Transfer):
+            for i, (alpha_us, us_per_byte) in enumerate(value.rates):
+                error = _want(alpha_us) or _want(us_per_byte)
+                if error:
+                    yield f"{field.name}.rates[{i}]: {error}"
+            if not value.rates or not 0 <= value.stream < len(problem.streams):
+                yield f"{field.name}: got {value}, want rates, and a stream of the {len(problem.streams)} there are"
+        elif isinstance(value, int | float) and field.name not in ("key", "stream"):
+            if _want(value):
+                yield f"{field.name}: {_want(value)}"
+            if field.name in ("first_use", "last_use", "ready", "launch", "wait") and value > len(problem.ops):
+                yield f"{field.name}: got {value}, want a position of {len(problem.ops)} ops"
+    if isinstance(item, Gather) and not item.ready <= item.first_use <= item.last_use:
+        yield f"first_use: got {item.first_use}, want one from {item.ready} (ready) to {item.last_use} (last_use)"
+    if isinstance(item, OwnCollective) and not (item.launch <= item.wait and 0 <= item.stream < len(problem.streams)):
+        yield f"wait: got {item.wait}, want it behind the launch at {item.launch}, and a stream that is there"
+
+
+def _want(value: float) -> str:
+    """What is wrong with a number."""
+    return "" if isfinite(value) and value >= 0 else f"got {value}, want a finite number, not negative"
 
 
 def copy_in_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:

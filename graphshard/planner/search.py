@@ -10,23 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from graphshard.planner.costs import BucketCost
-from graphshard.planner.ground import Ground, Placed, Wish
+from graphshard.planner.blocks import repeated, shortened, transferred
+from graphshard.planner.bound import lower_bound_us
+from graphshard.planner.first_buckets import ends_of_units, first_ends
+from graphshard.planner.ground import Ends, Ground, Placed, Wish
 from graphshard.planner.placing import placed
 from graphshard.planner.problem import Gather, Problem, Reduction
 
-# Part of a unit, or whole units, that the first wishes put into a bucket; 0: each member is alone.
-_PARTS = (0.0, 0.125, 0.25, 0.5)
-_UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
 _LEADS = (float("inf"), 4.0, 1.0)
 _RESERVES = (0.0, 1.0, 2.0)
-_QUEUED = (0.0, 0.5, 1.0)
+_SAFER = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5))
+_KINDS = 4
+_QUEUED = (0.0, 0.5, 1.0, 1e9)
+# Boundaries as near to an end as this are moved by themselves before those of only a part of the program.
+_NEAR = 6
+# So many blocks stand for all; what is found for them is tried with these periods, in so many walks over all.
+_BLOCKS = 8
+_PERIODS = (1, 2, 3, 4)
+_CARRIED = 20
+# What is carried over is compared with so many units in each bucket.
+_PLAIN = (1, 4, 8)
+# What is carried over is compared with a search of its own if it is farther than this from the bound.
+_NEAR_BOUND = 1.02
+# That walks about so many positions, whatever the depth.
+_WALKED = 20_000
 # What is as fast as the fastest.
 _SAME = 1.001
 
-Ends = tuple[frozenset[int], ...]
+# So few buckets are moved one by one, by so many members.
+_FEW = 20
+_SHIFTS = (-9, 9, -3, 3, -1, 1)
 
 
 @dataclass
@@ -56,6 +70,27 @@ class Search:
         self.best = found
         return True
 
+    def safer(self, found: Placed) -> Placed:
+        """`found` with launches that are earlier and waits that are later, where that costs nothing.
+
+        What really runs differs from what is predicted.
+        """
+        self.walks += len(_SAFER)
+        for queued, margin in _SAFER:
+            wish = replace(found.wish, queued=max(queued, found.wish.queued), margin=margin)
+            self.try_(wish)
+            other = self.seen.get(wish)
+            if other is not None and other.step_us <= found.step_us and other.buckets <= found.buckets:
+                return other
+        return found
+
+    def different(self, most: int) -> list[Placed]:
+        """The fastest that differ in their buckets."""
+        found = sorted((placed for placed in self.seen.values() if placed), key=lambda placed: placed.step_us)
+        return list({frozenset(bucket for _, _, bucket in placed.steps): placed for placed in found[::-1]}.values())[
+            ::-1
+        ][:most]
+
     def good(self) -> list[Placed]:
         """Those that are as fast as the fastest, with the fewest collectives first."""
         if self.best is None:
@@ -67,10 +102,56 @@ class Search:
 
 def searched(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
     """What `walks` walks find."""
-    search = Search(Ground(problem, budget_bytes), walks)
-    _sizes(search)
-    _boundaries(search)
-    return search
+    tried: list[Search] = []
+    for spare_bytes in _spares(problem):
+        ground = Ground(problem, budget_bytes, spare_bytes)
+        if not tried or (ground.fits and all(ground.late != other.ground.late for other in tried)):
+            tried.append(Search(ground, walks // (1 + len(tried))))
+            _sizes(tried[-1])
+    found = [search for search in tried if search.best is not None] or tried
+    best = min(found, key=lambda search: search.best.step_us if search.best is not None else 0.0)
+    best.walks = max(best.walks, walks // 2)
+    _boundaries(best)
+    return best
+
+
+def searched_by_blocks(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
+    """The same, the walks over few of the blocks that repeat; over all where that does not carry over."""
+    run = repeated(problem)
+    if run is None or run.count < 2 * _BLOCKS:
+        return searched(problem, budget_bytes, walks)
+    short = shortened(problem, run, _BLOCKS)
+    model = searched(short.problem, budget_bytes, walks)
+    full = Search(Ground(problem, budget_bytes, model.ground.spare_bytes), _CARRIED)
+    full.ground.walked += model.ground.walked
+    if model.best is not None:
+        for period in _PERIODS:
+            full.try_(transferred(short, model.best.wish, model.ground, full.ground, period))
+        carried = full.best is not None
+        for size in _PLAIN:
+            ends = (
+                ends_of_units(problem.gathers, full.ground.gathers, size),
+                ends_of_units(problem.reductions, full.ground.reductions, 1),
+            )
+            full.try_(replace(model.best.wish, gathers=ends[0], reductions=ends[1]))
+        if carried:
+            _habits(full)
+            if full.best is not None and full.best.step_us <= _NEAR_BOUND * lower_bound_us(problem):
+                return full
+    other = searched(problem, budget_bytes, min(walks, max(8, _WALKED // len(problem.ops))))
+    other.ground.walked += full.ground.walked
+    if other.best is None or (full.best is not None and full.best.step_us < other.best.step_us):
+        return full
+    return other
+
+
+def _spares(problem: Problem) -> list[int]:
+    """What gradients that are larger leave free: nothing, one unit, or two."""
+    unit_bytes: dict[str, int] = {}
+    for reduction in problem.reductions:
+        unit_bytes[reduction.unit] = unit_bytes.get(reduction.unit, 0) + reduction.grad_bytes
+    median = sorted(unit_bytes.values())[len(unit_bytes) // 2] if unit_bytes else 0
+    return [0, median, 2 * median]
 
 
 # -- sizes
@@ -78,13 +159,18 @@ def searched(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
 
 def _sizes(search: Search) -> None:
     ground, problem = search.ground, search.ground.problem
-    gathers = [_ends(problem.gathers, ground.gathers, size) for size in (*_PARTS, *_UNITS)]
-    reductions = [_ends(problem.reductions, ground.reductions, size) for size in (*_PARTS, *_UNITS)]
+    gathers = first_ends(problem.gathers, ground.gathers)
+    reductions = first_ends(problem.reductions, ground.reductions)
     for a, b in zip(gathers, reductions, strict=True):
         search.try_(Wish(a, b))
-        search.try_(Wish(a, b, reserve_bytes=_reserve(ground, b), lead=1.0))
+        search.try_(Wish(a, b, reserve_bytes=_reserve(ground, b), gathers_first=False))
     if search.best is None:
         return
+    # Buckets that are good only with other habits would be lost.
+    for found in search.different(_KINDS):
+        for queued in _QUEUED[1:]:
+            search.try_(replace(found.wish, queued=queued))
+            search.try_(replace(found.wish, queued=queued, lead=_LEADS[0]))
     for _ in range(2):
         before = search.best
         for ends in gathers:
@@ -101,6 +187,7 @@ def _habits(search: Search) -> None:
     for factor in _RESERVES:
         reserve = int(factor * _reserve(search.ground, search.best.wish.reductions))
         search.try_(replace(search.best.wish, reserve_bytes=reserve))
+    search.try_(replace(search.best.wish, gathers_first=not search.best.wish.gathers_first))
     for lead in _LEADS:
         search.try_(replace(search.best.wish, lead=lead))
     for queued in _QUEUED:
@@ -108,35 +195,15 @@ def _habits(search: Search) -> None:
 
 
 def _reserve(ground: Ground, ends: Ends) -> int:
-    """Of the largest reduction."""
-    costs: list[BucketCost] = []
+    """Of a reduction that is larger than most."""
+    costs: list[int] = []
     for number, places in enumerate(ends):
         first = 0
         for last in sorted(places):
-            costs.append(ground.reduction(number, first, last))
+            cost = ground.reduction(number, first, last)
+            costs.append(cost.held + cost.freed)
             first = last
-    return max((cost.held + cost.freed for cost in costs), default=0)
-
-
-def _ends(items: Sequence[Gather] | Sequence[Reduction], sequences: list[list[int]], size: float) -> Ends:
-    """Where buckets of `size` units end; those of parts of a unit end with the unit, too."""
-    unit_bytes: dict[str, int] = {}
-    for item in items:
-        unit_bytes[item.unit] = unit_bytes.get(item.unit, 0) + item.wire_bytes
-    median = sorted(unit_bytes.values())[len(unit_bytes) // 2] if unit_bytes else 0
-    found = []
-    for sequence in sequences:
-        ends, filled, units = {len(sequence)}, 0, 0
-        for place, (i, after) in enumerate(pairwise(sequence), start=1):
-            filled += items[i].wire_bytes
-            new_unit = items[i].unit != items[after].unit
-            units += new_unit
-            full = units >= size and new_unit if size >= 1 else filled + items[after].wire_bytes > size * median
-            if full or (size < 1 and new_unit):
-                ends.add(place)
-                filled = units = 0
-        found.append(frozenset(ends))
-    return tuple(found)
+    return sorted(costs)[3 * len(costs) // 4] if costs else 0
 
 
 # -- boundaries
@@ -149,12 +216,27 @@ def _boundaries(search: Search) -> None:
     improved = True
     while improved and search.walks > 0:
         improved = False
+        for shifted in _shifted(search.best.wish, _FEW):
+            improved |= search.try_(shifted)
         for gathers, number, places in moves:
             for toggled in _toggled(search.best.wish, gathers, number, places):
                 improved |= search.try_(toggled)
         before = search.best
         _habits(search)
         improved |= search.best is not before
+
+
+def _shifted(wish: Wish, few: int) -> Iterator[Wish]:
+    """Boundaries moved, where there are few."""
+    for gathers, all_ends in ((True, wish.gathers), (False, wish.reductions)):
+        for number, ends in enumerate(all_ends):
+            count = max(ends)
+            for end in sorted(ends)[:-1] if len(ends) <= few else ():
+                for step in _SHIFTS:
+                    if 0 < end + step < count:
+                        changed = (ends - {end}) | {end + step}
+                        new = (*all_ends[:number], changed, *all_ends[number + 1 :])
+                        yield replace(wish, gathers=new) if gathers else replace(wish, reductions=new)
 
 
 def _toggled(wish: Wish, gathers: bool, number: int, places: frozenset[int]) -> Iterator[Wish]:
@@ -168,17 +250,24 @@ def _toggled(wish: Wish, gathers: bool, number: int, places: frozenset[int]) -> 
 def _moves(ground: Ground) -> Iterator[tuple[bool, int, frozenset[int]]]:
     """(gathers, sequence, boundaries): those that lie alike in equal units, then single ones from both ends."""
     problem = ground.problem
-    single: list[tuple[int, bool, int, frozenset[int]]] = []
+    moves: list[tuple[int, bool, int, frozenset[int]]] = []
     for gathers, sequences in ((True, ground.gathers), (False, ground.reductions)):
         items: Sequence[Gather] | Sequence[Reduction] = problem.gathers if gathers else problem.reductions
         for number, sequence in enumerate(sequences):
             for places in _alike(items, sequence):
-                if len(places) > 1:
-                    yield gathers, number, places
+                for turn, some in enumerate(_some(sorted(places))):
+                    moves.append((turn * _NEAR, gathers, number, some))
             for place in range(1, len(sequence)):
-                single.append((min(place, len(sequence) - place), gathers, number, frozenset((place,))))
-    for _, gathers, number, places in sorted(single, key=lambda move: move[0]):
+                moves.append((min(place, len(sequence) - place), gathers, number, frozenset((place,))))
+    for _, gathers, number, places in sorted(moves, key=lambda move: move[0]):
         yield gathers, number, places
+
+
+def _some(places: list[int]) -> Iterator[frozenset[int]]:
+    """All, every second one, and those of one half of the program."""
+    half = (len(places) + 1) // 2
+    parts = (places, places[::2], places[1::2], places[:half], places[half:])
+    yield from dict.fromkeys(frozenset(part) for part in parts if len(part) > 1)
 
 
 def _alike(items: Sequence[Gather] | Sequence[Reduction], sequence: Sequence[int]) -> list[frozenset[int]]:

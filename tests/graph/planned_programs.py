@@ -26,9 +26,9 @@ LINK = Transfer(0, ((10.0, 100.0 / MIB),))
 REPLICAS = Transfer(1, ((5.0, 50.0 / MIB),))
 
 
-def gather(fqn: str, first_use: int, mib: int = 1, *, ready: int = 0, end: int = 99) -> Gather:
+def gather(fqn: str, first_use: int, mib: int = 1, *, ready: int = 0) -> Gather:
     return Gather(
-        fqn, fqn.rpartition(".")[0], 0, LINK, mib * MIB, mib * MIB, first_use, min(first_use, end), ready,
+        fqn, fqn.rpartition(".")[0], 0, LINK, mib * MIB, mib * MIB, first_use, first_use, ready,
         copy_in_us=1.0, copy_out_us=4.0, shard_bytes=mib * MIB // 2,
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ PACKAGE = ROOT / "graphshard"
 # A module imports from its own layer and from those below it, never upwards. Each module and subpackage of graphshard
 # stands here once; "graphshard" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli",),
     ("demo",),
     ("testing",),
     ("scale",),
@@ -26,26 +28,41 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("backend",),
     ("region",),
-    ("states", "outside", "marked_graph"),
+    ("states", "outside", "marked_graph", "prefetch"),
     ("holdings",),
     ("unit_programs", "calls"),
     ("driver", "dispatch"),
     ("passes",),
+    ("planned_programs",),
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
-    ("liveness", "measuring"),
+    ("liveness", "measuring", "halves"),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms"),
+    ("plan_file",),
     ("calibrate", "plan", "explain"),
     ("cost",),
-    ("fsdp2", "compat", "compat_fake", "env", "errors", "settings", "planner"),
+    ("agreement",),
+    (
+        "fsdp2",
+        "compat",
+        "compat_store",
+        "compat_fake",
+        "env",
+        "errors",
+        "settings",
+        "planner",
+        "orders",
+        "table_text",
+        "version",
+    ),
 )
 
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_fake.py",
+    "graphshard/compat_store.py", "graphshard/compat_fake.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.

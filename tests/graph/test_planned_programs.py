@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphshard import driver, verify
+from graphshard import driver
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.errors import VerifyError
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import WAIT, Flags, collective, is_call, launches
 from graphshard.liveness import peak_bytes
@@ -26,7 +25,7 @@ from graphshard.settings import UnitSettings
 from tests.graph.graphs import BATCH, BF16, CLASSES, F32, WIDTH, Marked, toy_backward, toy_forward, toy_weights
 from tests.graph.lockstep import mesh_groups, run_ranks
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 SCENE = Scene(CostModel(HARDWARE["h100"]), lambda name: GroupShape(4, 1))
 
 LAYOUTS = st.sampled_from(
@@ -100,10 +99,7 @@ def test_any_schedule_gives_the_same_results_in_its_order_and_bytes(
     check_schedule(problem, schedule)
     planned = lowered(marked, schedule)
     _assert_in_order(planned.graph, problem, schedule)
-    foretold = simulate(problem, schedule).peak_bytes
-    # On one rank a gather may be a view of the shard, which the problem counts as a tensor.
-    assert peak_bytes(planned.graph, marked.ctx) == foretold or layout["world_size"] == 1
-    assert peak_bytes(planned.graph, marked.ctx) <= foretold
+    assert peak_bytes(planned.graph, marked.ctx) <= simulate(problem, schedule).peak_bytes
     world_size, replicas = layout["world_size"], layout.get("replicas", 1)
     ranks, groups = range(world_size * replicas), mesh_groups(replicas, world_size)
     usual = lowered(marked, None)
@@ -165,14 +161,15 @@ def test_prefetches_that_users_chose_leave_the_order_to_them() -> None:
     assert planning(marked.graph, marked.ctx) is not None
 
 
-def test_s2_rejects_a_program_over_its_budget() -> None:
-    marked = toy_forward(toy_weights(2))
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_of_fsdp2s_schedule_are_foretold_closely(world_size: int, which: int) -> None:
+    marked, _ = toys({"world_size": world_size})[which]
     problem = extract_problem(marked.graph, marked.ctx, SCENE)
     schedule = fsdp2_schedule(problem)
-    peak, graph = simulate(problem, schedule).peak_bytes, lowered(marked, schedule).graph
-    verify.check_budget(graph, marked.ctx, peak)
-    with pytest.raises(VerifyError, match=rf"S2.*{peak} bytes.*at most {peak - 1}"):
-        verify.check_budget(graph, marked.ctx, peak - 1)
+    peak = peak_bytes(lowered(marked, schedule).graph, marked.ctx)
+    # Above it by what an op and the copies in front of it do not hold at the same time.
+    assert peak <= simulate(problem, schedule).peak_bytes <= 1.2 * peak
 
 
 def test_fsdp2_mode_times_but_does_not_place() -> None:

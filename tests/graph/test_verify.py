@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from graphshard import verify
 from graphshard.errors import VerifyError
 from graphshard.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
+from graphshard.liveness import peak_bytes
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.settings import UnitSettings
 from tests.graph import test_verify_collectives
@@ -331,6 +332,14 @@ def test_m1_rejects_a_marker_that_is_left() -> None:
 
 
 # -- all of them
+
+
+def test_s2_rejects_a_program_over_its_budget() -> None:
+    lowered = lowered_until(toy_forward(toy_weights()))
+    peak = peak_bytes(lowered.graph, lowered.ctx)
+    verify.check_budget(lowered.graph, lowered.ctx, peak)
+    with pytest.raises(VerifyError, match=rf"S2.*allocates {peak} bytes, want at most {peak - 1}"):
+        verify.check_budget(lowered.graph, lowered.ctx, peak - 1)
 
 
 def test_invariants_have_a_rejecting_test_each() -> None:

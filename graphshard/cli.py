@@ -1,0 +1,181 @@
+"""The command line: plan files and hardware, read without a GPU or a process group.
+
+    graphshard plan show FILE              buckets, launches, waits and predictions of each program
+    graphshard plan diff A B               what differs; exit status 1 if anything does
+    graphshard plan check FILE             whether the file contradicts itself
+    graphshard plan check FILE --model M   whether it fits a model
+    graphshard plan --model M              plans a model (see `graphshard plan --help`)
+    graphshard hardware                    the hardware table and its sources
+
+Exit status: 0, 1 (plans differ or do not fit), 2 (wrong arguments or files).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from graphshard.cost import HARDWARE
+from graphshard.cost.hardware_file import hardware_fields
+from graphshard.plan import END
+from graphshard.plan_file import Plan, StoredProgram, fits, load_plan, plan_changes
+from graphshard.table_text import write_table
+
+# Plans a model by its arguments, or traces its programs.
+_SCALE = "graphshard.scale.command"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        first = arguments[1] if arguments[:1] == ["plan"] and arguments[1:] else ""
+        if first.startswith("-") and first not in ("-h", "--help"):
+            return _plan_model(arguments[1:])
+        parser = _parser()
+        options, rest = parser.parse_known_args(arguments)
+        if rest and getattr(options, "model", None) is None:
+            parser.error(f"got {' '.join(rest)}, which this command does not take")
+        options.rest = rest
+        return cast(int, options.run(options))
+    except (ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"graphshard: {error}\n")
+        return 2
+    except SystemExit as error:  # of argparse, which has said why
+        return error.code if isinstance(error.code, int) else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "graphshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "read, compare and check plan files, or, with --model MODULE:FACTORY, plan a model"
+    plan = commands.add_parser("plan", help=text, description=text)
+    parts = plan.add_subparsers(required=True, metavar="COMMAND")
+    for name, (run, text, files) in _PLAN_COMMANDS.items():
+        part = parts.add_parser(name, help=text, description=text)
+        for file in files:
+            part.add_argument(file, metavar=file.upper(), help="a plan file")
+        part.set_defaults(run=run)
+        if name == "check":
+            part.add_argument("--model", help="MODULE:FACTORY; what else `graphshard plan` takes may follow")
+    hardware = commands.add_parser("hardware", help="print the hardware table")
+    hardware.add_argument("name", nargs="?", help="one row, with the source of each number")
+    hardware.set_defaults(run=_hardware)
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    plan = load_plan(options.file)
+    sys.stdout.write(f"{options.file}: {_described(plan)}\n")
+    for program in plan.programs:
+        sys.stdout.write(f"\n{_summary(program)}")
+        if program.kept is not None:
+            sys.stdout.write(f"  stay gathered: {', '.join(unit or 'root' for unit in program.kept) or 'none'}\n")
+        columns = ("bucket", ">parameters", ">bytes", "launch", "wait", "finish")
+        write_table(sys.stdout, columns, _rows(program))
+    return 0
+
+
+def _described(plan: Plan) -> str:
+    budget = "FSDP2's memory" if plan.budget_bytes is None else f"{plan.budget_bytes:,} bytes"
+    return (
+        f"mode {plan.mode}, at most {budget}, for {plan.hardware.name} ({plan.hardware.fingerprint}); "
+        f"graphshard {plan.graphshard}, torch {plan.torch}; programs: {len(plan.programs)}"
+    )
+
+
+def _summary(program: StoredProgram) -> str:
+    predicted = program.predicted
+    return (
+        f"{program.name}: {program.chosen}, outline {program.outline_hash}\n"
+        f"  {predicted.step_us:,.1f} us, of which {predicted.exposed_us:,.1f} us exposed; at least "
+        f"{predicted.lower_bound_us:,.1f} us; {predicted.peak_bytes:,} of {program.budget_bytes:,} bytes\n"
+    )
+
+
+def _rows(program: StoredProgram) -> list[list[str]]:
+    wire_bytes = {(member.kind, member.fqn): member.wire_bytes for member in program.outline.members}
+    place = {
+        (step.bucket, step.step): "end" if step.before == END else f"{step.position} {step.before}"
+        for step in program.steps
+    }
+    return [
+        [
+            bucket.name,
+            str(len(bucket.members)),
+            f"{sum(wire_bytes[bucket.kind, fqn] for fqn in bucket.members):,}",
+            *(place.get((bucket.name, step), "") for step in ("launch", "wait", "finish")),
+        ]
+        for bucket in program.buckets
+    ]
+
+
+def _diff(options: argparse.Namespace) -> int:
+    sides = (f"in {options.a}", f"in {options.b}")
+    changes = plan_changes(load_plan(options.a), load_plan(options.b), sides)
+    sys.stdout.write("".join(f"{line}\n" for line in changes))
+    return 1 if changes else 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    if options.model is None:
+        plan = load_plan(options.file)
+        sys.stdout.write(
+            f"{options.file}: sound; programs: {len(plan.programs)}. --model says whether it fits a model\n"
+        )
+        return 0
+    scale = importlib.import_module(_SCALE)
+    parser = argparse.ArgumentParser("graphshard plan check FILE")
+    scale.add_arguments(parser)
+    arguments = parser.parse_args(["--model", options.model, *options.rest])
+    misfits = fits(options.file, scale.program_problems(arguments))
+    sys.stdout.write("".join(f"{line}\n" for line in misfits) or f"{options.file}: fits {options.model}\n")
+    return 1 if misfits else 0
+
+
+def _plan_model(arguments: list[str]) -> int:
+    scale = importlib.import_module(_SCALE)
+    parser = argparse.ArgumentParser("graphshard plan")
+    scale.add_arguments(parser)
+    return int(scale.run(parser.parse_args(arguments)) or 0)
+
+
+def _hardware(options: argparse.Namespace) -> int:
+    if options.name is None:
+        columns = ("name", ">bf16 TFLOP/s", ">memory GB/s", ">memory GiB", ">link GB/s", ">network GB/s", ">ranks/node")
+        rows = [
+            [
+                row.name,
+                f"{row.matmul_tflops['bfloat16']:g}",
+                f"{row.memory_gb_s:g}",
+                f"{row.memory_bytes / 2**30:g}",
+                f"{row.link_gb_s:g}",
+                f"{row.network_gb_s:g}",
+                str(row.ranks_per_node),
+            ]
+            for row in HARDWARE.values()
+        ]
+        write_table(sys.stdout, columns, rows)
+        sys.stdout.write("`graphshard hardware NAME` says every number and where it is from\n")
+        return 0
+    if options.name not in HARDWARE:
+        raise ValueError(f"hardware: got {options.name!r}, want one of {', '.join(map(repr, HARDWARE))}")
+    row = HARDWARE[options.name]
+    sys.stdout.write(f"{row.name}\n")
+    for name, value in hardware_fields(row).items():
+        if name not in ("name", "sources"):
+            sys.stdout.write(f"  {name}: {json.dumps(value)}\n    {row.sources.get(name, 'no source')}\n")
+    return 0
+
+
+_PLAN_COMMANDS = {
+    "show": (_show, "prints a plan file", ("file",)),
+    "diff": (_diff, "says what differs between two plan files", ("a", "b")),
+    "check": (_check, "says whether a plan file contradicts itself, or fits a model", ("file",)),
+}

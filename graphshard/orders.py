@@ -1,0 +1,114 @@
+"""The orders in which regions run, as earlier passes over a model have shown them: what follows is known from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+G = TypeVar("G")
+
+# How many orders are kept of one kind of pass: a model that runs other modules in each step has ever new ones.
+MAX_ORDERS = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One region in a pass, the same on every rank.
+
+    Attributes:
+        direction: ``"forward"`` or ``"backward"``.
+        units: names of the units that it uses, in the model's order.
+    """
+
+    direction: str
+    units: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What errors say of it."""
+        return f"{self.direction} of {', '.join(name or 'root' for name in self.units)}"
+
+
+@dataclass
+class Order(Generic[G]):
+    """A whole pass.
+
+    Attributes:
+        kind: of pass.
+        steps: in order.
+        gathers: for each step, what it had to gather in some pass, by the name of the unit.
+        agreed: whether all ranks are known to have it.
+    """
+
+    kind: str
+    steps: tuple[Step, ...]
+    gathers: tuple[dict[str, G], ...]
+    agreed: bool = False
+
+    def following(self, position: int) -> Iterator[list[G]]:
+        """What the steps behind `position` gather, of those that gather anything."""
+        for place in range(position + 1, len(self.steps)):
+            if self.gathers[place]:
+                yield list(self.gathers[place].values())
+
+
+@dataclass
+class Walk(Generic[G]):
+    """A pass under way.
+
+    Attributes:
+        kind: of pass.
+        known: orders that begin as this one did so far, the latest first.
+        steps, gathers: so far.
+        expected: what the last known order had in the place where this pass left it, None where it did not.
+    """
+
+    kind: str
+    known: list[Order[G]]
+    steps: list[Step] = field(default_factory=list)
+    gathers: list[dict[str, G]] = field(default_factory=list)
+    expected: Step | None = None
+
+    def follow(self, step: Step, gathers: Mapping[str, G]) -> Order[G] | None:
+        """Takes one step; returns the order that is followed, None where there is none."""
+        position = len(self.steps)
+        self.steps.append(step)
+        self.gathers.append(dict(gathers))
+        if not self.known:
+            return None
+        last = self.known[0]
+        self.known = [order for order in self.known if order.steps[position : position + 1] == (step,)]
+        if self.known:
+            return self.known[0]
+        self.expected = last.steps[position] if position < len(last.steps) else None
+        return None
+
+
+class Orders(Generic[G]):
+    """The orders of one model."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[Order[G]]] = {}
+
+    def begin(self, kind: str) -> Walk[G]:
+        """A pass of a kind begins."""
+        return Walk(kind, list(self._known.get(kind, ())))
+
+    def end(self, walk: Walk[G]) -> Order[G] | None:
+        """A pass has ended; returns its order, known before or new, or None: no more are kept."""
+        if not walk.steps:
+            return None
+        known = self._known.setdefault(walk.kind, [])
+        steps = tuple(walk.steps)
+        for order in known:
+            if order.steps == steps:
+                known.remove(order)
+                known.insert(0, order)
+                for gathers, latest in zip(order.gathers, walk.gathers, strict=True):
+                    gathers.update(latest)
+                return order
+        if len(known) == MAX_ORDERS:
+            return None
+        order = Order(walk.kind, steps, tuple(walk.gathers))
+        known.insert(0, order)
+        return order

@@ -1,0 +1,144 @@
+"""The search: within the budget, never slower than its rivals, near the bound and near the optimum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_optimum import optimum_us
+from problems import problems, stack
+
+from graphshard.planner import (
+    BudgetTooSmall,
+    Problem,
+    best_schedule,
+    check_schedule,
+    fsdp2_schedule,
+    lower_bound_us,
+    per_parameter_schedule,
+    simulate,
+)
+from graphshard.planner.blocks import repeated, shortened
+from graphshard.planner.floor import least_memory
+from graphshard.planner.ground import Ground, Wish
+from graphshard.planner.placing import placed
+from graphshard.planner.search import searched, searched_by_blocks
+
+few = settings(max_examples=12, deadline=None)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), st.sampled_from((0.8, 1.0, 1.5)), st.sampled_from((0.0, 1.0)), st.data())
+def test_walk_is_timed_as_by_the_simulator_and_keeps_the_budget(
+    problem: Problem, factor: float, queued: float, data: st.DataObject
+) -> None:
+    budget = simulate(problem, per_parameter_schedule(problem)).peak_bytes * factor
+    ground = Ground(problem, budget)
+    ends = [
+        tuple(frozenset({len(s), *data.draw(st.sets(st.integers(1, len(s))))}) for s in sequences)
+        for sequences in (ground.gathers, ground.reductions)
+    ]
+    found = placed(ground, Wish(ends[0], ends[1], queued=queued))
+    if found is not None:
+        check_schedule(problem, found.schedule())
+        simulation = simulate(problem, found.schedule())
+        assert simulation.step_us == pytest.approx(found.step_us)
+        assert simulation.peak_bytes <= budget
+
+
+@few
+@given(problems(most=4), st.sampled_from((0.7, 1.0, 1.5)))
+def test_best_schedule_is_within_the_budget_and_no_slower_than_rivals(problem: Problem, factor: float) -> None:
+    budget = int(simulate(problem, fsdp2_schedule(problem)).peak_bytes * factor)
+    try:
+        choice = best_schedule(problem, budget)
+    except BudgetTooSmall:
+        return
+    check_schedule(problem, choice.schedule)
+    assert choice.simulation == simulate(problem, choice.schedule)
+    assert choice.simulation.peak_bytes <= budget
+    assert choice.simulation.step_us >= choice.lower_bound_us * (1 - 1e-9) - 1e-9
+    for _, us, peak_bytes in choice.rivals:
+        assert peak_bytes > budget or choice.simulation.step_us <= us
+
+
+@few
+@given(problems(most=2, own=False), st.sampled_from((1.0, 1.3)))
+def test_best_schedule_is_not_beaten_by_much_by_any_of_a_family(problem: Problem, factor: float) -> None:
+    same = [replace(g, key=0, transfer=problem.gathers[0].transfer) for g in problem.gathers]
+    problem = replace(problem, gathers=tuple(same), reductions=tuple(replace(r, then=None) for r in problem.reductions))
+    rivals = (fsdp2_schedule(problem), per_parameter_schedule(problem))
+    budget = int(max(simulate(problem, rival).peak_bytes for rival in rivals) * factor)
+    assert best_schedule(problem, budget).simulation.step_us <= 1.1 * optimum_us(problem, budget) + 1e-6
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op_us", [60.0, 200.0, 400.0])
+def test_best_schedule_of_a_stack_is_near_the_bound(backward: bool, op_us: float) -> None:
+    problem = stack(10, backward, op_us=op_us)
+    choice = best_schedule(problem, 10**6)
+    assert choice.simulation.step_us <= 1.1 * choice.lower_bound_us
+    assert choice.simulation.step_us < min(us for _, us, _ in choice.rivals)
+
+
+def test_best_schedule_is_deterministic() -> None:
+    assert best_schedule(stack(5, backward=True)) == best_schedule(stack(5, backward=True))
+
+
+def test_budget_too_small_says_the_least_and_who_needs_it() -> None:
+    problem = stack(4, backward=True)
+    with pytest.raises(BudgetTooSmall, match=r"want at least (\d+): that is the least found .*, at .*, where unit"):
+        best_schedule(problem, 100)
+
+
+@few
+@given(problems(own=False))
+def test_floor_is_no_more_than_what_one_collective_per_parameter_needs(problem: Problem) -> None:
+    floor = least_memory(problem, math.inf)
+    assert floor.fits
+    assert not floor.late
+    ready = [r.ready for r in problem.reductions]
+    if len(set(ready)) == len(ready) and len({g.first_use for g in problem.gathers}) == len(problem.gathers):
+        assert max(problem.op_bytes) <= max(floor.most)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks_are_found_and_the_short_problem_has_few(backward: bool) -> None:
+    problem = stack(20, backward)
+    run = repeated(problem)
+    assert run is not None
+    assert run.count >= 19
+    short = shortened(problem, run, 6).problem
+    assert len(short.gathers) == len(problem.gathers) - 3 * (run.count - 6)
+    assert len(short.reductions) == (len(short.gathers) if backward else 0)
+    check_schedule(short, fsdp2_schedule(short))
+    assert max(short.op_bytes) >= max(problem.op_bytes)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks_planned_once_are_about_as_good_as_planned_in_full(backward: bool) -> None:
+    problem = stack(24, backward)
+    budget = simulate(problem, fsdp2_schedule(problem)).peak_bytes
+    once, full = (best_schedule(problem, budget, reuse) for reuse in (True, False))
+    assert once.simulation.peak_bytes <= budget
+    assert once.simulation.step_us <= 1.05 * full.simulation.step_us
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_planning_grows_little_with_depth(backward: bool) -> None:
+    def walked(blocks: int, reuse: bool, walks: int) -> int:
+        problem = stack(blocks, backward)
+        search = (searched_by_blocks if reuse else searched)(problem, 10**6, walks)
+        return search.ground.walked
+
+    assert walked(32, False, 60) <= 2.2 * walked(16, False, 60)
+    assert walked(96, True, 120) <= 1.6 * walked(48, True, 120)
+    assert walked(96, True, 120) < walked(96, False, 120)
+
+
+def test_lower_bound_counts_head_and_tail() -> None:
+    problem = stack(1, backward=True)
+    assert lower_bound_us(problem) > problem.compute_us + problem.gathers[0].transfer.alpha_us
