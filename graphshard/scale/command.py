@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphshard.cost import HARDWARE, find_hardware
+from graphshard.scale.blocks import NotRepeated
 from graphshard.scale.checkpointing import CHECKPOINTING
 from graphshard.scale.estimate import Setting, StepEstimate, Workload, estimate_step
 from graphshard.scale.models import STATES, ModelChoice, make_workload
 from graphshard.scale.presets import PRESETS
-from graphshard.scale.repeat import NotRepeated
 from graphshard.scale.resize import Layout
 
 PLANS = ("auto", "fsdp2")

@@ -35,6 +35,7 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+from graphshard.scale.blocks import check_blocks
 from graphshard.scale.model_size import Repetition, forward_flops, shard_sizes
 from graphshard.scale.repeat import coarsened, repeated
 from graphshard.scale.resize import Layout, program_on
@@ -130,7 +131,7 @@ def estimate_step(workload: Workload, setting: Setting) -> StepEstimate:
 
     Raises:
         BudgetTooSmall: no schedule fits the budget.
-        NotRepeated: the model's blocks differ.
+        NotRepeated: some of the model's blocks do not stand for all: trace every one.
     """
     traced, repetition, layout = workload.traced, workload.repetition, setting.layout
     cost = CostModel(setting.hardware, setting.fused)
@@ -167,6 +168,7 @@ def _problem(program: TracedProgram, workload: Workload, setting: Setting, cost:
     problem = extract_problem(graph, ctx, Scene(cost, shapes))
     sizes = shard_sizes(workload.traced, repetition, layout)
     if repetition.extra:
+        check_blocks(program.gm.graph, program.params, repetition.units)
         problem = repeated(problem, repetition.units, repetition.layers, sizes.block_bytes)
     if layout.batches == 1:
         problem = _on_one_rank(problem, any(param.dtype != torch.bfloat16 for param in workload.traced.params))

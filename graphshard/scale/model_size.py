@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphshard.cost import node_flops
-from graphshard.ir import ParamRef, shard_placeholder, unshards
+from graphshard.ir import ParamRef
+from graphshard.scale.blocks import block_starts
 from graphshard.scale.resize import Layout, resized_param
 from graphshard.scale.trace import Traced
 
@@ -61,16 +61,10 @@ def _total(params: Sequence[ParamRef]) -> tuple[int, int]:
 def forward_flops(traced: Traced, repetition: Repetition) -> int:
     """Floating-point operations of matmuls and attention in one forward, on one rank; of causal attention half."""
     graph, params = traced.forward.gm.graph, traced.forward.params
-    nodes = list(graph.nodes)
-    flops = [node_flops(node) for node in nodes]
+    flops = [node_flops(node) for node in graph.nodes]
     total = sum(flops)
     if not repetition.extra:
         return total
-    place = {node: i for i, node in enumerate(nodes)}
-    first: dict[str, int] = defaultdict(lambda: len(nodes))
-    for marker in unshards(graph):
-        unit = params[shard_placeholder(marker).name].unit
-        first[unit] = min([first[unit], *(place[user] for user in marker.users)])
-    kept = (len(repetition.units) - 1) // 2
-    start, end = (first[repetition.units[kept + i]] for i in range(2))
-    return total + repetition.extra * sum(flops[start:end])
+    starts = [start for start, _ in block_starts(graph, params, repetition.units)]
+    kept = (len(starts) - 1) // 2
+    return total + repetition.extra * sum(flops[starts[kept] : starts[kept + 1]])

@@ -2,7 +2,7 @@
 
 A model is traced with a few blocks. Somewhere in the middle one block follows another as it would in a deeper model;
 that block's operations, gathers and reductions are repeated. Nothing is assumed: two neighbouring blocks are compared
-first, operation by operation.
+first, operation by operation. That all of a block's work is in its place is for `check_blocks` to see.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphshard.planner import Gather, OwnCollective, Problem, Reduction
+from graphshard.scale.blocks import NotRepeated
 
 # Blocks to trace: the first and the last are next to something else; of the two between, one follows the other.
 TRACED_BLOCKS = 4
 # Ops are joined into one as long as they take less than this part of the program: as when a problem is read.
 _GRAIN = 1 / 2000
 _CLOSE = 1e-6
-
-
-class NotRepeated(ValueError):
-    """The blocks of a program are not equal."""
 
 
 def repeated(problem: Problem, units: Sequence[str], layers: int, shard_bytes: int) -> Problem:
@@ -35,10 +32,13 @@ def repeated(problem: Problem, units: Sequence[str], layers: int, shard_bytes: i
     Raises:
         NotRepeated: two neighbouring blocks differ.
     """
-    starts = {unit: min((g.first_use for g in problem.gathers if g.unit == unit), default=-1) for unit in units}
-    order = sorted(units, key=lambda unit: starts[unit])
-    if len(order) < TRACED_BLOCKS or starts[order[0]] < 0:
-        raise NotRepeated(f"want at least {TRACED_BLOCKS} blocks that the program gathers, got {len(order)}")
+    starts: dict[str, int] = {}
+    for gather in problem.gathers:  # in order of first use
+        if gather.unit in units:
+            starts.setdefault(gather.unit, gather.first_use)
+    order = list(starts)
+    if len(order) < max(TRACED_BLOCKS, len(units)):
+        raise NotRepeated(f"{problem.direction} gathers {len(order)} of {len(units)} blocks, want at least 4 and all")
     kept = (len(order) - 1) // 2
     first, second, third = (starts[order[kept + i]] for i in range(3))
     period, extra = second - first, layers - len(order)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from graphshard.scale.checkpointing import block_runner
 from graphshard.scale.decoder import Decoder, DecoderSize
@@ -40,16 +42,27 @@ def workload(traced: Traced, layers: int) -> Workload:
 
 
 class Mean(nn.Module):
-    """Two equal blocks; a forward that returns a loss."""
+    """Small equal blocks; a forward that returns a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.first = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.activation: Callable[[Tensor], Tensor] = F.gelu
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for block in self.blocks:
-            x = block(x).relu()
+            x = self.activation(block(x))
         return x.mean()
+
+
+class Masking(Mean):
+    """Its masks are computed for backward at the end of forward, behind all blocks."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(layers)
+        self.activation = F.relu
 
 
 class Breaking(Mean):
@@ -65,6 +78,11 @@ class Detached(Mean):
 
 def mean(batch: int, seq: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Mean(), (torch.randn(batch, seq, 64),)
+
+
+@cache
+def traced_mean(layers: int, model: type[Mean] = Mean) -> Traced:
+    return trace_step(lambda: (model(layers), (torch.randn(BATCH, SEQ, 64),)))
 
 
 def only_a_module(batch: int, seq: int) -> Any:

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import scale_models
 
-from graphshard.planner import Problem
-from graphshard.scale import command, estimate, models
+from graphshard.scale import command, models
 from graphshard.scale.__main__ import main
 from graphshard.scale.estimate import Workload
 from graphshard.scale.models import ModelChoice
-from graphshard.scale.repeat import NotRepeated
 
 MEAN = ["plan", "--model", "scale_models:mean", "--batch", "4", "--seq", "32", "--plan", "fsdp2"]
 
@@ -80,16 +78,10 @@ def test_command_traces_every_block_where_blocks_differ(monkeypatch: pytest.Monk
 
     def make(choice: ModelChoice, all_blocks: bool = False) -> Workload:
         asked.append(all_blocks)
-        return scale_models.workload(scale_models.traced_decoder(6 if all_blocks else 4), 6)
-
-    def refuse(problem: Problem, *args: object, **kwargs: object) -> Problem:
-        raise NotRepeated("blocks differ")
+        return scale_models.workload(scale_models.traced_mean(9 if all_blocks else 4, scale_models.Masking), 9)
 
     monkeypatch.setattr(command, "make_workload", make)
-    arguments = ["plan", "--model", "llama3-8b", "--world", "8", "--plan", "fsdp2", "--json", str(file)]
-    assert main(arguments) == 0
-    repeated = json.loads(file.read_text())
-    monkeypatch.setattr(estimate, "repeated", refuse)
-    assert main(arguments) == 0
-    assert asked == [False, False, True]
-    assert json.loads(file.read_text())[0]["step_us"] == pytest.approx(repeated[0]["step_us"])
+    assert main(["plan", "--model", "m", "--world", "8", "--plan", "fsdp2", "--json", str(file)]) == 0
+    assert asked == [False, True]
+    (found,) = json.loads(file.read_text())
+    assert found["memory_bytes"]["parameters"] == 10 * (64 * 64 + 64) * 4 // 8

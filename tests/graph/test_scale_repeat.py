@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ import scale_models
 from graphshard.cost import CostModel, find_hardware
 from graphshard.extraction import Scene, extract_problem
 from graphshard.planner import Problem, check_schedule, fsdp2_schedule, lower_bound_us, simulate
+from graphshard.scale.blocks import NotRepeated, check_blocks
+from graphshard.scale.estimate import Setting, estimate_step
 from graphshard.scale.model_size import forward_flops, shard_sizes
-from graphshard.scale.repeat import NotRepeated, coarsened, repeated
+from graphshard.scale.repeat import coarsened, repeated
 from graphshard.scale.resize import Layout, program_on
 from graphshard.scale.trace import Traced, TracedProgram
 
@@ -27,15 +30,20 @@ def problem_of(traced: Traced, program: TracedProgram) -> Problem:
     )
 
 
-@pytest.mark.parametrize(("checkpointing", "tensor", "layers"), [("none", 1, DEEP), ("selective", 2, 5)])
-def test_repeated_equals_a_trace_of_every_block(checkpointing: str, tensor: int, layers: int) -> None:
-    shallow, deep = (scale_models.traced_decoder(count, checkpointing, tensor) for count in (4, layers))
+def of_a_decoder(layers: int) -> Traced:
+    return scale_models.traced_decoder(layers, "selective", tensor=2)
+
+
+@pytest.mark.parametrize(("traced", "layers"), [(scale_models.traced_mean, 9), (of_a_decoder, 5)])
+def test_repeated_equals_a_trace_of_every_block(traced: Callable[[int], Traced], layers: int) -> None:
+    shallow, deep = (traced(count) for count in (4, layers))
     work, whole = scale_models.workload(shallow, layers), scale_models.workload(deep, layers)
-    layout = LAYOUTS[tensor]
+    layout = LAYOUTS[shallow.tensor_ranks]
     sizes = shard_sizes(shallow, work.repetition, layout)
     assert replace(sizes, block_bytes=0) == replace(shard_sizes(deep, whole.repetition, layout), block_bytes=0)
     assert forward_flops(shallow, work.repetition) == forward_flops(deep, whole.repetition)
     for name in ("forward", "backward"):
+        check_blocks(getattr(shallow, name).gm.graph, shallow.forward.params, work.repetition.units)
         found = coarsened(
             repeated(
                 problem_of(shallow, getattr(shallow, name)),
@@ -77,8 +85,18 @@ def test_repeated_refuses_blocks_that_differ() -> None:
     op_bytes[start] += 1
     with pytest.raises(NotRepeated, match="memory of two blocks differs"):
         repeated(replace(problem, op_bytes=tuple(op_bytes)), units, DEEP, 0)
-    with pytest.raises(NotRepeated, match="at least 4 blocks"):
+    with pytest.raises(NotRepeated, match="gathers 3 of 3 blocks, want at least 4"):
         repeated(problem, units[:3], DEEP, 0)
+
+
+def test_blocks_whose_work_is_elsewhere_are_refused() -> None:
+    masking = scale_models.traced_mean(4, scale_models.Masking)
+    units = scale_models.workload(masking, DEEP).repetition.units
+    with pytest.raises(NotRepeated, match="is not in the block of relu"):
+        check_blocks(masking.forward.gm.graph, masking.forward.params, units)
+    check_blocks(masking.backward.gm.graph, masking.backward.params, units)
+    with pytest.raises(NotRepeated):
+        estimate_step(scale_models.workload(masking, DEEP), Setting(find_hardware("h100"), Layout(8), "fsdp2"))
 
 
 def test_coarsened_keeps_times_and_peaks() -> None:
