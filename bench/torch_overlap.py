@@ -16,8 +16,7 @@ import gc
 import inspect
 import logging
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,44 +29,23 @@ from torch.distributed import group as groups
 from torch.fx import Graph, GraphModule, Node
 
 from bench.deep_graph import settle_markers
+from bench.scheduled_graph import kind_of, read_schedule, reorder
 from graphshard.compat import copy_graph
 from graphshard.compat_fake import fake_process_group
 from graphshard.cost import CostModel, GroupShape, Hardware
 from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import (
-    PassContext,
-    is_call,
-    is_marker,
-    member_names,
-    reductions,
-    shard_placeholder,
-    spec_of,
-    unshards,
-    val,
-)
+from graphshard.ir import PassContext, is_call, is_marker, spec_of, val
 from graphshard.liveness import allocations_of, bytes_of
 from graphshard.passes import insert_collectives
-from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule
-from graphshard.planner.baselines import in_launch_order
-from graphshard.planner.schedule import Step
+from graphshard.planner import Problem, Schedule
 from graphshard.scale.repeat import coarsened
 
 aten = torch.ops.aten
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-}
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
 # As the pass chooses it: the size with this part of the bandwidth, within bounds in MB.
 _SATURATION, _LEAST_MB, _MOST_MB = 0.9, 10.0, 500.0
 _GROWTH = 1.05
-
-
-class Unreadable(Exception):
-    """What the pass made is no schedule of the program; says why."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +113,9 @@ def overlapped(graph: Graph, ctx: PassContext, scene: Scene) -> Overlapped:
                 bucket_mode="custom_ops",
                 pre_bucketing_fsdp_collectives_bucket_cap_mb=saturating_mb(scene.cost, shape),
             )
-    _reorder(marked, gm.graph)
+    reorder(marked, gm.graph)
     problem = coarsened(extract_problem(marked, ctx, scene))
-    found = _read(gm.graph, marked, ctx, problem, scene.cost)
-    try:
-        check_schedule(problem, found)
-    except ValueError as error:
-        raise Unreadable(str(error)) from error
-    return Overlapped(problem, found)
+    return Overlapped(problem, read_schedule(gm.graph, marked, ctx, problem, scene.cost))
 
 
 @contextmanager
@@ -185,18 +158,12 @@ def _copied(graph: Graph) -> Graph:
     return copy_graph(GraphModule(graph.owning_module, graph))
 
 
-def _kind(node: Node) -> Any:
-    if node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
-        return _KINDS.get(getattr(node.target, "_opname", ""))
-    return None
-
-
 def _estimates(graph: Graph, cost: CostModel, shape: GroupShape) -> Callable[[Node, int | None], float]:
     """What the pass asks for the milliseconds of a node; those that it adds itself are copies, by their bytes."""
     known = {node.name: cost.compute_us(node) for node in graph.nodes}
 
     def estimate(node: Node, num_bytes: int | None) -> float:
-        kind = _kind(node)
+        kind = kind_of(node)
         if kind is None:
             us = known.get(node.name)
             return (cost.compute_us(node) if us is None else us) / 1e3
@@ -242,89 +209,3 @@ def _name_attention(node: Node) -> None:
         any_tensor = tensors[5]
         node.target = aten._scaled_dot_product_flash_attention_backward.default  # noqa: SLF001
         node.args = (*tensors, any_tensor, any_tensor, *lengths, dropout, is_causal, any_tensor, any_tensor)
-
-
-def _reorder(marked: Graph, scheduled: Graph) -> None:
-    """Puts the operations of `marked` in the order that they have in `scheduled`."""
-    by_name = {node.name: node for node in marked.nodes if node.op not in ("placeholder", "output")}
-    names = [node.name for node in scheduled.nodes if node.name in by_name]
-    if lost := {name for name, node in by_name.items() if not is_marker(node)} - set(names):
-        raise Unreadable(f"the pass dropped {len(lost)} operations, among them %{min(lost)}")
-    output = next(iter(marked.find_nodes(op="output")))
-    for name in names:
-        output.prepend(by_name[name])
-    markers = [node for node in marked.nodes if is_marker(node)]
-    for marker in markers:
-        output.prepend(marker)
-    settle_markers(marked)
-    marked.lint()
-
-
-def _read(scheduled: Graph, marked: Graph, ctx: PassContext, problem: Problem, cost: CostModel) -> Schedule:
-    """The schedule that `scheduled` follows."""
-    steps: list[tuple[int, int, Step, int]] = []
-    order = {node: i for i, node in enumerate(scheduled.nodes)}
-    place = _Positions(scheduled, marked, problem, cost)
-    gathers = {gather.fqn: i for i, gather in enumerate(problem.gathers)}
-    reduced = {reduction.fqn: i for i, reduction in enumerate(problem.reductions)}
-    shard_of = {
-        shard_placeholder(node).name: gathers[name]
-        for name, node in member_names(unshards(marked), ctx).items()
-        if name in gathers
-    }
-    grad_of = {
-        node.all_input_nodes[0].name: reduced[name]
-        for name, node in member_names(reductions(marked), ctx).items()
-        if name in reduced
-    }
-    buckets: list[Bucket] = []
-    for node in scheduled.nodes:
-        if (kind := _kind(node)) is None:
-            continue
-        wait = next((user for user in node.users if getattr(user.target, "_opname", "") == "wait_tensor"), None)
-        if wait is None:
-            raise Unreadable(f"%{node.name} is awaited by nothing")
-        members = _sources(node, shard_of if kind == "all_gather" else grad_of)
-        number = len(buckets)
-        buckets.append(Bucket("gather" if kind == "all_gather" else "reduce", tuple(members)))
-        steps.append((place.before(node, late=False), order[node], "launch", number))
-        steps.append((place.before(wait, late=True), order[wait], "wait", number))
-    actions = tuple(Action(at, step, number) for at, _, step, number in sorted(steps))
-    return in_launch_order(Schedule(tuple(buckets), actions))
-
-
-def _sources(launch: Node, member_of: dict[str, int]) -> Sequence[int]:
-    """The members that a launch sends, in order."""
-    found: dict[int, None] = {}
-    waiting, seen = [launch], {launch}
-    while waiting:
-        node = waiting.pop()
-        if node.name in member_of and node is not launch:
-            found[member_of[node.name]] = None
-            continue
-        for source in reversed(node.all_input_nodes):
-            if source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    if not found:
-        raise Unreadable(f"%{launch.name} sends nothing that is known")
-    return list(found)
-
-
-class _Positions:
-    """Positions in a problem of places between the operations of a graph."""
-
-    def __init__(self, graph: Graph, marked: Graph, problem: Problem, cost: CostModel) -> None:
-        starts, computed = set(problem.ops), {node.name for node in marked.nodes if cost.compute_us(node)}
-        nodes = list(graph.nodes)
-        self._place = {node: i for i, node in enumerate(nodes)}
-        self._starts = [i for i, node in enumerate(nodes) if node.name in starts]
-        # Where operations are, of which some are joined to the one before.
-        self._busy = [i for i, node in enumerate(nodes) if node.name in starts or node.name in computed]
-
-    def before(self, node: Node, late: bool) -> int:
-        """The position before which `node` happens; among what is joined, behind it if `late`, else in front of it."""
-        position = bisect_left(self._starts, self._place[node])
-        following = bisect_left(self._busy, self._place[node])
-        is_inside = following < len(self._busy) and self._busy[following] not in self._starts[position : position + 1]
-        return position - 1 if is_inside and not late else position
