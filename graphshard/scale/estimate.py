@@ -17,7 +17,7 @@ Source: FLOPs of backward as twice those of forward, and MFU without recomputati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,7 +30,9 @@ from graphshard.planner import (
     Choice,
     Problem,
     best_schedule,
+    choose_kept,
     fsdp2_schedule,
+    kept_problems,
     live_by_category,
     lower_bound_us,
     simulate,
@@ -69,8 +71,8 @@ class Setting:
     Attributes:
         hardware: of every rank.
         layout: of the ranks.
-        plan: ``"auto"``: buckets and order are searched; ``"fsdp2"``: FSDP2's.
-        budget_bytes: most that a rank may allocate; None: as much as FSDP2's schedule does.
+        plan: ``"auto"``: buckets, order and what stays gathered are searched; ``"fsdp2"``: FSDP2's.
+        budget_bytes: most that a rank may allocate with ``"auto"``; None: as much as FSDP2's schedules do.
         accumulation: microbatches of a step; gradients are reduced in each.
         fused: whether Inductor compiles the programs.
         sequence_ranks: ranks that share the tokens of a microbatch evenly (context parallelism; its own communication
@@ -137,8 +139,9 @@ def estimate_step(workload: Workload, setting: Setting) -> StepEstimate:
     cost = CostModel(setting.hardware, setting.fused)
     shards = shard_sizes(traced, repetition, layout)
     beside_bytes = shards.num_bytes * (_MOMENTS + (setting.accumulation > 1))
-    problems = [_problem(program, workload, setting, cost) for program in (traced.forward, traced.backward)]
-    choices = [_choice(problem, setting, beside_bytes) for problem in problems]
+    budget_bytes = None if setting.budget_bytes is None else max(0, setting.budget_bytes - beside_bytes)
+    problems, budget_bytes = _problems(workload, setting, cost, budget_bytes)
+    choices = [_choice(problem, setting, budget_bytes, beside_bytes) for problem in problems]
     forward_us, backward_us = (choice.simulation.step_us for choice in choices)
     optimizer_us = _optimizer_us(cost, shards.num_bytes, layout)
     step_us = setting.accumulation * (forward_us + backward_us) + optimizer_us
@@ -161,9 +164,28 @@ def estimate_step(workload: Workload, setting: Setting) -> StepEstimate:
     )
 
 
-def _problem(program: TracedProgram, workload: Workload, setting: Setting, cost: CostModel) -> Problem:
+def _problems(
+    workload: Workload, setting: Setting, cost: CostModel, budget_bytes: int | None
+) -> tuple[tuple[Problem, Problem], int]:
+    """Forward and backward, and what each may allocate: as `graphshard.compile` decides what stays gathered."""
+    programs = workload.traced.forward, workload.traced.backward
+    if setting.plan == "fsdp2":
+        forward, backward = (_problem(program, workload, setting, cost) for program in programs)
+        return (forward, backward), 0
+    forward, backward = (_problem(program, workload, setting, cost, stays=False) for program in programs)
+    stays = frozenset(programs[0].params[name].unit for name in programs[0].stays)
+    if budget_bytes is None:
+        fsdp2 = kept_problems(forward, backward, stays)
+        budget_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in fsdp2)
+    kept = choose_kept(forward, backward, budget_bytes)
+    return kept_problems(forward, backward, kept), budget_bytes
+
+
+def _problem(
+    program: TracedProgram, workload: Workload, setting: Setting, cost: CostModel, stays: bool = True
+) -> Problem:
     layout, repetition = setting.layout, workload.repetition
-    graph, ctx = program_on(program, layout)
+    graph, ctx = program_on(program, layout, stays)
     shapes = layout.group_shapes(setting.hardware.ranks_per_node, workload.traced.tensor_group)
     problem = extract_problem(graph, ctx, Scene(cost, shapes))
     sizes = shard_sizes(workload.traced, repetition, layout)
@@ -198,11 +220,10 @@ def _shared(problem: Problem, ranks: int, shards_bytes: int) -> Problem:
     return replace(problem, op_us=tuple(us / ranks for us in problem.op_us), op_bytes=op_bytes)
 
 
-def _choice(problem: Problem, setting: Setting, beside_bytes: int) -> Choice:
+def _choice(problem: Problem, setting: Setting, budget_bytes: int, beside_bytes: int) -> Choice:
     if setting.plan == "fsdp2":
         schedule = fsdp2_schedule(problem)
         return Choice(schedule, simulate(problem, schedule), lower_bound_us(problem), "fsdp2", ())
-    budget_bytes = None if setting.budget_bytes is None else max(0, setting.budget_bytes - beside_bytes)
     try:
         return best_schedule(problem, budget_bytes)
     except BudgetTooSmall as error:
@@ -219,7 +240,7 @@ def _optimizer_us(cost: CostModel, shards_bytes: int, layout: Layout) -> float:
     return cost.copy_us((_ADAMW_ACCESSES + _CLIPPING_ACCESSES) * shards_bytes) + norm_us
 
 
-def _memory(problems: list[Problem], choices: list[Choice], shards_bytes: int, accumulation: int) -> dict[str, int]:
+def _memory(problems: Sequence[Problem], choices: list[Choice], shards_bytes: int, accumulation: int) -> dict[str, int]:
     """The worse of the two programs, by category."""
     worst = max(range(2), key=lambda i: choices[i].simulation.peak_bytes)
     live = live_by_category(problems[worst], choices[worst].schedule)

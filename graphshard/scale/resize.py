@@ -81,10 +81,15 @@ def _shard_numel(size: tuple[int, ...], shards: int, dim: int) -> int:
     return math.prod(padded_shape(size, shards, dim)) // shards
 
 
-def program_on(program: TracedProgram, layout: Layout) -> tuple[Graph, PassContext]:
+def program_on(program: TracedProgram, layout: Layout, stays: bool = True) -> tuple[Graph, PassContext]:
     """The graph that a planner sees on `layout`, and what it may know of it: flags and residency have been applied.
 
     One rank counts as two that are one: its parameters are cast and copied as on more, and take no time on the wire.
+
+    Args:
+        program: as traced.
+        layout: of the ranks.
+        stays: whether what FSDP2 leaves gathered behind forward stays; else everything is gathered again.
     """
     graph = copy_graph(program.gm)
     shards = max(2, layout.shards)
@@ -103,8 +108,8 @@ def program_on(program: TracedProgram, layout: Layout) -> tuple[Graph, PassConte
             node.meta["val"] = val(placeholder)
     params = {name: resized_param(param, layout) for name, param in program.params.items()}
     gathered = {shard_placeholder(node).name for node in unshards(graph)}
-    stays = tuple(name for name in program.params if name in program.stays & gathered)
-    flags = Flags(kept=stays) if program.direction == "forward" else Flags(resident=stays)
+    staying = tuple(name for name in program.params if stays and name in program.stays & gathered)
+    flags = Flags(kept=staying) if program.direction == "forward" else Flags(resident=staying)
     ctx = PassContext(program.direction, params, flags)
     for step in PROGRAM:
         if step.name == "assign_buckets":
