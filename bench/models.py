@@ -85,7 +85,17 @@ TRAINED: dict[str, Sizes] = {
 }
 
 
+# Of `bench.regions`: few and many equal blocks.
+FEW_BLOCKS, MANY_BLOCKS = "d256_L2", "d256_L24"
+EQUAL_BLOCKS: dict[str, Sizes] = {FEW_BLOCKS: _stack(256, 2, 4, 64), MANY_BLOCKS: _stack(256, 24, 4, 64)}
+
+
+def sizes_of(name: str) -> Sizes:
+    """Of a model of `TRAINED` or `EQUAL_BLOCKS`."""
+    return {**TRAINED, **EQUAL_BLOCKS}[name]
+
+
 def trained_decoder(name: str) -> Decoder:
-    """A model of `TRAINED`; the same in every process."""
+    """A model of these names; the same in every process."""
     torch.manual_seed(0)
-    return Decoder(TRAINED[name].config)
+    return Decoder(sizes_of(name).config)

@@ -94,9 +94,11 @@ class Turn(NamedTuple):
         idle_rss_bytes: resident before them.
         peak_rss_bytes: most that was resident during them.
         peak_is_of_turn: False where the kernel keeps only the peak since the process began.
+        loss: of the last step.
     """
 
     steps_s: list[float]
     idle_rss_bytes: int
     peak_rss_bytes: int
     peak_is_of_turn: bool
+    loss: float

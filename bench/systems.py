@@ -33,15 +33,19 @@ class System:
 
     Attributes:
         backend: what runs the graphs; ``"eager"``: there are none.
-        plan: of `graphshard.compile`; None for other systems.
+        plan, regions: of `graphshard.compile`; a plan of None: another system.
     """
 
     name: SystemName
     backend: str
     plan: str | None = None
+    regions: str = "model"
 
     def __str__(self) -> str:
-        return self.name if self.plan is None else f"{self.name}, {self.backend}, plan {self.plan}"
+        if self.plan is None:
+            return self.name
+        regions = "" if self.regions == "model" else f", regions {self.regions}"
+        return f"{self.name}, {self.backend}, plan {self.plan}{regions}"
 
 
 def systems(names: Sequence[SystemName], backends: Sequence[str], plans: Sequence[str]) -> list[System]:
@@ -77,7 +81,9 @@ def prepare(system: System, model: nn.Module) -> Forward:
         return variants.prepare("FSDP2 + torch.compile of blocks", model, system.backend)
     if system.name == "ddp+compile":
         return DistributedDataParallel(torch.compile(model, backend=system.backend))
-    options: dict[str, Any] = {"backend": system.backend, "plan": system.plan, "strict": True}
+    options: dict[str, Any] = {
+        "backend": system.backend, "plan": system.plan, "regions": system.regions, "strict": True,
+    }  # fmt: skip
     if system.plan == "auto":
         options["memory_budget"] = MEMORY_BUDGET_BYTES
     return graphshard.compile(model, init_device_mesh("cpu", (dist.get_world_size(),)), **options)

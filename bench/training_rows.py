@@ -19,9 +19,10 @@ TARGETS: dict[str, dict[str, float]] = {
 # parameters and read the same text: float32 sums in another order (ulp 1.2e-7), nothing more. A gradient that is
 # dropped, doubled or another rank's is off by much more.
 FIRST_TOLERANCE = 1e-4
-# Relative, of the last step's loss: AdamW divides by the gradient's own size, so that rounding moves some elements as
-# far as a gradient would, and it adds up. A matrix that is not updated, or read as it was, moves this loss by 1e-3.
-FINAL_TOLERANCE = 1e-4
+# Relative, of the loss behind the first turn: AdamW divides by the gradient's own size, so that rounding moves some
+# elements as far as a gradient would, and it adds up, to 6e-3 in 40 steps. A matrix that is not updated, or read as it
+# was, moves this loss by 1e-3.
+LATER_TOLERANCE = 1e-4
 # Between the quartiles, as a share of the median: above it, something else ran.
 MAX_SPREAD = 0.1
 
@@ -81,7 +82,7 @@ class CheckRow:
         grad_difference: largest relative difference, over parameters, of the norm of a gradient in the first step from
             that of the first system.
         worst_grad: FQN of that parameter.
-        final_loss: of the last step, mean over ranks.
+        later_loss: of the last step of the first turn, mean over ranks.
         all_gathers: launched in one step; so are the other two.
         idle_rss_bytes: resident between steps, on the rank with most.
         peak_is_of_steps: False where the peak is that since the process began, compilation included.
@@ -94,7 +95,7 @@ class CheckRow:
     first_loss: float
     grad_difference: float
     worst_grad: str
-    final_loss: float
+    later_loss: float
     all_gathers: int
     reduce_scatters: int
     all_reduces: int
@@ -144,7 +145,6 @@ def check_row(
     system: System,
     first: Sequence[FirstSteps],
     turns: Sequence[Sequence[Turn]],
-    final_losses: Sequence[float],
     want_norms: Mapping[str, float],
 ) -> CheckRow:
     """The row of one system, measured on each rank.
@@ -154,7 +154,6 @@ def check_row(
         system: that trained.
         first: by rank.
         turns: in order; each by rank.
-        final_losses: by rank.
         want_norms: what the first system has as `grad_norms`.
     """
     launches = first[0].launches
@@ -172,7 +171,7 @@ def check_row(
         statistics.fmean(f.loss for f in first),
         differences[worst_grad],
         worst_grad,
-        statistics.fmean(final_losses),
+        statistics.fmean(t.loss for t in turns[0]),
         launches["all_gather"],
         launches["reduce_scatter"],
         launches["all_reduce"],
@@ -198,7 +197,7 @@ def check_training(rows: Sequence[CheckRow]) -> None:
                 f"{title}: got {row.all_gathers} all-gathers and {row.reduce_scatters} reduce-scatters in a step, "
                 "want parameters gathered and gradients reduced"
             )
-        for name, tolerance in (("first_loss", FIRST_TOLERANCE), ("final_loss", FINAL_TOLERANCE)):
+        for name, tolerance in (("first_loss", FIRST_TOLERANCE), ("later_loss", LATER_TOLERANCE)):
             values = getattr(row, name), getattr(want, name)
             if not _difference(*values) <= tolerance:
                 raise RuntimeError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bench.machine import MAX_IDLE_LOAD, Machine
 from bench.tables import align
-from bench.training_rows import FINAL_TOLERANCE, FIRST_TOLERANCE, MAX_SPREAD, CheckRow, TrainingRow
+from bench.training_rows import FIRST_TOLERANCE, LATER_TOLERANCE, MAX_SPREAD, CheckRow, TrainingRow
 
 MIB = 2**20
 HEADER = (
@@ -48,12 +48,12 @@ def _target(row: TrainingRow) -> str:
 
 def checks_line(checks: Sequence[CheckRow]) -> str:
     """How far apart what the systems computed is; they were compared before."""
-    first, final = (_spread([getattr(row, name) for row in checks]) for name in ("first_loss", "final_loss"))
+    first, later = (_spread([getattr(row, name) for row in checks]) for name in ("first_loss", "later_loss"))
     grads = max(row.grad_difference for row in checks)
     return (
-        f"loss {checks[0].first_loss:.4f} -> {checks[0].final_loss:.4f}; largest relative differences: first loss "
-        f"{first:.0e}, norm of a parameter's gradient {grads:.0e} (at most {FIRST_TOLERANCE:.0e}), last loss "
-        f"{final:.0e} (at most {FINAL_TOLERANCE:.0e})"
+        f"loss {checks[0].first_loss:.4f} -> {checks[0].later_loss:.4f}; largest relative differences: first loss "
+        f"{first:.0e}, norm of a parameter's gradient {grads:.0e} (at most {FIRST_TOLERANCE:.0e}), loss of the first "
+        f"turn {later:.0e} (at most {LATER_TOLERANCE:.0e})"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from bench.compile_time import start_compiler
-from bench.models import TRAINED, trained_decoder
+from bench.models import sizes_of, trained_decoder
 from bench.processes import Ranks
 from bench.resident import give_back_freed, peak_bytes, reset_peak, resident_bytes
 from bench.samples import FirstSteps, Turn
@@ -44,7 +44,7 @@ class Trainer:
     def __init__(self, system: System, model_name: str) -> None:
         if system.backend != "eager":
             start_compiler(system.backend)
-        sizes = TRAINED[model_name]
+        sizes = sizes_of(model_name)
         self._system = system
         self._model = trained_decoder(model_name)
         self._forward = prepare(system, self._model)
@@ -85,22 +85,19 @@ class Trainer:
         for _ in range(WAKING_STEPS + runs):
             self._depth = (self._depth + DEPTH_STRIDE) % STACK_DEPTHS
             steps_s.append(deeper(self._depth, self._step))
-        turn = Turn(steps_s[WAKING_STEPS:], idle_rss_bytes, peak_bytes(), is_of_turn)
+        turn = Turn(steps_s[WAKING_STEPS:], idle_rss_bytes, peak_bytes(), is_of_turn, self._loss)
         gc.collect()
         give_back_freed()  # the waking steps of the next turn take it again
         return turn
 
-    def final_loss(self) -> float:
-        """This rank's, in the last step.
-
-        Raises:
-            RuntimeError: if something was compiled between the timed steps, or not compiled at all.
+    def check_programs(self) -> None:
+        """Raises:
+        RuntimeError: if something was compiled between the timed steps, or not compiled at all.
         """
         if self._is_graphshard:
             check_compiled("graphshard", self._model)
         if self._count_programs() != self._programs:
             raise RuntimeError(f"bench: want {self._programs} programs after all steps, got {self._count_programs()}")
-        return self._loss
 
     @property
     def _is_graphshard(self) -> bool:
@@ -152,12 +149,10 @@ class Measured:
     Attributes:
         first: before the turns.
         turns: in order; each by rank.
-        final_losses: of the last step.
     """
 
     first: list[FirstSteps]
     turns: list[list[Turn]] = field(default_factory=list)
-    final_losses: list[float] = field(default_factory=list)
 
 
 def train(
@@ -171,7 +166,7 @@ def train(
     """Trains one model with every system.
 
     Args:
-        model_name: one of `TRAINED`.
+        model_name: of `bench.models.sizes_of`.
         compared: at least one system.
         num_ranks: processes of each system.
         runs: timed steps of a turn.
@@ -192,5 +187,5 @@ def train(
             for system in (*compared[first:], *compared[:first]):
                 done[system].turns.append(ranks[system].call("turn", runs))
         for system in compared:
-            done[system].final_losses = ranks[system].call("final_loss")
+            ranks[system].call("check_programs")
     return done

@@ -1,4 +1,4 @@
-"""Ranks compare, through the store, the orders in which their regions ran, before one is relied on.
+"""Ranks compare, through the store, what must be the same on all of them, before it is relied on.
 
 Each rank posts its own and reads those of the others: no collective, which would hang where the ranks differ.
 """
@@ -23,6 +23,8 @@ from graphshard.errors import RanksDiffer
 DEADLINE_S = 60.0
 
 _DIGEST_BYTES = 16
+# Backends whose other ranks are pretended: torch's, and that of `bench.loopback`.
+_WITHOUT_PEERS = ("fake", "loopback")
 
 
 class Store(Protocol):
@@ -52,6 +54,8 @@ class Posted:
         rank: this rank.
         ranks: all of the group.
         lines: entries, in order.
+        subject: what the lines are, in words.
+        advice: what to do where they differ.
     """
 
     store: Store
@@ -60,6 +64,8 @@ class Posted:
     rank: int
     ranks: tuple[int, ...]
     lines: tuple[str, ...]
+    subject: str = "the order of their regions"
+    advice: str = "want the same calls on every rank, so look for a branch or a graph break that depends on the rank"
 
     def compare(self, deadline_s: float = DEADLINE_S) -> None:
         """Compares with what the other ranks have posted.
@@ -86,8 +92,8 @@ class Posted:
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
             if missing:
                 raise RanksDiffer(
-                    f"agreement: rank {self.rank} waited {deadline_s:g} s for the order of {self.what} of "
-                    f"{_ranks(missing)}, which never came to its end there; want the same calls on every rank"
+                    f"agreement: rank {self.rank} waited {deadline_s:g} s for {self.what} of {_ranks(missing)}, "
+                    "which never came so far; want the same calls on every rank"
                 ) from None
         return self.store.multi_get(keys)
 
@@ -98,33 +104,37 @@ class Posted:
             place = min(len(ours), len(theirs))
         mine, other = (lines[place] if place < len(lines) else "the end" for lines in (ours, theirs))
         return (
-            f"agreement: {self.what}: ranks differ in the order of their regions, first in place {place}: "
-            f"got {mine!r} on rank {self.rank} and {other!r} on rank {rank}; want the same calls on every rank, so "
-            "look for a branch or a graph break that depends on the rank"
+            f"agreement: {self.what}: ranks differ in {self.subject}, first in place {place}: "
+            f"got {mine!r} on rank {self.rank} and {other!r} on rank {rank}; {self.advice}"
         )
 
 
-def post(store: Store, key: str, what: str, rank: int, ranks: Sequence[int], lines: Sequence[str]) -> Posted:
-    """Posts the lines of this rank."""
+def post(
+    store: Store, key: str, what: str, rank: int, ranks: Sequence[int], lines: Sequence[str], **words: str
+) -> Posted:
+    """Posts the lines of this rank. `words`: subject and advice of `Posted`."""
     # Text first: who sees the digest finds the text.
     store.set(f"{key}/{rank}/text", "\n".join(lines))
     store.set(f"{key}/{rank}/digest", _digest(lines).decode())
-    return Posted(store, key, what, rank, tuple(ranks), tuple(lines))
+    return Posted(store, key, what, rank, tuple(ranks), tuple(lines), **words)
 
 
 _posts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def post_to_group(group_name: str, what: str, lines: Sequence[str]) -> Posted | None:
-    """Posts lines for the ranks of a process group; None where there is nobody to compare with."""
+def post_to_group(group_name: str, what: str, lines: Sequence[str], **words: str) -> Posted | None:
+    """Posts lines for the ranks of a process group; None where there is nobody to compare with.
+
+    `words`: subject and advice of `Posted`.
+    """
     group = resolve_process_group(group_name)
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or dist.get_backend(group) == "fake":
+    if len(ranks) < 2 or dist.get_backend(group) in _WITHOUT_PEERS:
         return None
     # The ranks of a group post in the same order: their collectives keep it.
     number = _posts[group] = _posts.get(group, -1) + 1
-    key = f"graphshard/order/{group_name}/{number}"
-    return post(default_store(), key, what, dist.get_rank(), ranks, lines)
+    key = f"graphshard/agreement/{group_name}/{number}"
+    return post(default_store(), key, what, dist.get_rank(), ranks, lines, **words)
 
 
 def _digest(lines: Sequence[str]) -> bytes:

@@ -22,6 +22,7 @@ from graphshard.engine import Engine, Options
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planned_programs import planned_so_far
 from graphshard.planning import PLANS, make_planning
+from graphshard.ranks_alike import post_settings
 from graphshard.report import Report
 from graphshard.units import resolve_units
 
@@ -91,7 +92,8 @@ def compile(
         RuntimeError: torch's version is not supported, no process group is there, or `model` is compiled already.
         UnsupportedModel: `strict` and something is not compiled.
 
-    Calls of the model raise `PlanMismatch` where a plan that was given is for another program.
+    Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
+    no plan fits `memory_budget`, and `RanksDiffer` where ranks do not plan alike.
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)
@@ -138,11 +140,18 @@ def compile(
             _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
     if auto and plan == "fsdp2":
         raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
+    if regions == "unit" and not (isinstance(plan, str) and plan in PLANS):
+        raise ValueError(
+            "compile: plan: got a plan file with regions='unit', where units are gathered and reduced between "
+            "programs: want regions='model', or plan='auto'"
+        )
     keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
     planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
     if not annotated and mesh is not None:
         _annotate(model, strategy, mesh, sharding)
-    model.__dict__[capture.ENGINE] = Engine(model, options, planning)
+    engine = model.__dict__[capture.ENGINE] = Engine(model, options, planning)
+    settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *planning.settings)
+    planning.posts = post_settings(engine.name, engine.units, settings)
     return model
 
 

@@ -3,11 +3,10 @@
     graphshard plan show FILE              buckets, launches, waits and predictions of each program
     graphshard plan diff A B               what differs; exit status 1 if anything does
     graphshard plan check FILE             whether the file contradicts itself
-    graphshard plan check FILE --model M   whether it fits a model
     graphshard plan --model M              plans a model (see `graphshard plan --help`)
     graphshard hardware                    the hardware table and its sources
 
-Exit status: 0, 1 (plans differ or do not fit), 2 (wrong arguments or files).
+Exit status: 0, 1 (plans differ), 2 (wrong arguments or files).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
-from graphshard.cost import HARDWARE
+from graphshard.cost import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_fields
 from graphshard.plan import END
-from graphshard.plan_file import Plan, StoredProgram, fits, load_plan, plan_changes
+from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
 from graphshard.table_text import write_table
 
-# Plans a model by its arguments, or traces its programs.
+# Plans a model by its arguments.
 _SCALE = "graphshard.scale.command"
 
 
@@ -36,11 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = arguments[1] if arguments[:1] == ["plan"] and arguments[1:] else ""
         if first.startswith("-") and first not in ("-h", "--help"):
             return _plan_model(arguments[1:])
-        parser = _parser()
-        options, rest = parser.parse_known_args(arguments)
-        if rest and getattr(options, "model", None) is None:
-            parser.error(f"got {' '.join(rest)}, which this command does not take")
-        options.rest = rest
+        options = _parser().parse_args(arguments)
         return cast(int, options.run(options))
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"graphshard: {error}\n")
@@ -62,10 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         for file in files:
             part.add_argument(file, metavar=file.upper(), help="a plan file")
         part.set_defaults(run=run)
-        if name == "check":
-            part.add_argument("--model", help="MODULE:FACTORY; what else `graphshard plan` takes may follow")
     hardware = commands.add_parser("hardware", help="print the hardware table")
-    hardware.add_argument("name", nargs="?", help="one row, with the source of each number")
+    hardware.add_argument("name", nargs="?", help="one row, or a calibration file, with the source of each number")
     hardware.set_defaults(run=_hardware)
     return parser
 
@@ -124,19 +117,12 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    if options.model is None:
-        plan = load_plan(options.file)
-        sys.stdout.write(
-            f"{options.file}: sound; programs: {len(plan.programs)}. --model says whether it fits a model\n"
-        )
-        return 0
-    scale = importlib.import_module(_SCALE)
-    parser = argparse.ArgumentParser("graphshard plan check FILE")
-    scale.add_arguments(parser)
-    arguments = parser.parse_args(["--model", options.model, *options.rest])
-    misfits = fits(options.file, scale.program_problems(arguments))
-    sys.stdout.write("".join(f"{line}\n" for line in misfits) or f"{options.file}: fits {options.model}\n")
-    return 1 if misfits else 0
+    plan = load_plan(options.file)
+    sys.stdout.write(
+        f"{options.file}: sound; programs: {len(plan.programs)}. Whether it fits a model says "
+        "graphshard.compile(model, plan=FILE)\n"
+    )
+    return 0
 
 
 def _plan_model(arguments: list[str]) -> int:
@@ -164,9 +150,7 @@ def _hardware(options: argparse.Namespace) -> int:
         write_table(sys.stdout, columns, rows)
         sys.stdout.write("`graphshard hardware NAME` says every number and where it is from\n")
         return 0
-    if options.name not in HARDWARE:
-        raise ValueError(f"hardware: got {options.name!r}, want one of {', '.join(map(repr, HARDWARE))}")
-    row = HARDWARE[options.name]
+    row = find_hardware(options.name)
     sys.stdout.write(f"{row.name}\n")
     for name, value in hardware_fields(row).items():
         if name not in ("name", "sources"):
@@ -177,5 +161,5 @@ def _hardware(options: argparse.Namespace) -> int:
 _PLAN_COMMANDS = {
     "show": (_show, "prints a plan file", ("file",)),
     "diff": (_diff, "says what differs between two plan files", ("a", "b")),
-    "check": (_check, "says whether a plan file contradicts itself, or fits a model", ("file",)),
+    "check": (_check, "says whether a plan file contradicts itself", ("file",)),
 }

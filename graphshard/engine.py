@@ -27,7 +27,7 @@ from graphshard.compat import (
     uncaptured,
 )
 from graphshard.dispatch import Binding
-from graphshard.errors import UnsupportedModel
+from graphshard.errors import RanksDiffer, UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
@@ -81,7 +81,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
-        self.prefetch = Prefetch(self.holdings, self.report, options.regions == "unit", self.name)
+        self.prefetch = Prefetch(self.holdings, self.report, options.regions == "unit", self.name, planning)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -98,26 +98,26 @@ class Engine:
         self._signatures: dict[int, object] = {}
         for name in sorted(env.disabled_passes(driver.OPTIONAL)):
             self.report.say_once(f"pass {name} is left out, as GRAPHSHARD_DISABLE says")
-        self._units = fsdp2.find_units(model)
+        self.units = fsdp2.find_units(model)
         self._backend = make_backend(self, options.backend)
-        for unit in self._units:
+        for unit in self.units:
             unit.key = f"{self.name}:{unit.name}"
             user_comms.register(unit.key, unit)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks, capture.forward_method)
-        if not self._falls_back(unit.unsupported() for unit in self._units):
+        if not self._falls_back(unit.unsupported() for unit in self.units):
             self._mark_classes()
             self._hooks.detach()
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
         """Whether `units` are all of the model's that have parameters."""
-        return units.issuperset(unit for unit in self._units if unit.params)
+        return units.issuperset(unit for unit in self.units if unit.params)
 
     # -- set-up
 
     def _mark_classes(self) -> None:
         names: dict[int, set[str]] = {}
         modules: dict[int, nn.Module] = {id(m): m for m in self._unit_modules}
-        for unit in self._units:
+        for unit in self.units:
             for param in unit.params:
                 for module, name in param.owners:
                     modules[id(module)] = module
@@ -159,7 +159,7 @@ class Engine:
             self._refuse_held_by_fsdp2()
         if not self._ready:
             fsdp2.lazy_init(self.model)
-            for unit in self._units:
+            for unit in self.units:
                 names = fsdp2.parameter_names(self.model, unit.params)
                 for index, (param, fqn) in enumerate(zip(unit.params, names, strict=True)):
                     self._shards.append(Shard(param, unit, fqn, index, self.report))
@@ -170,7 +170,7 @@ class Engine:
                 shard.renew()
             self._install()
         gathered = False
-        for unit in self._units:
+        for unit in self.units:
             if not unit.is_sharded:  # by FSDP2's own engine: in eager FSDP2, or around a method registered lately
                 unit.reshard()
                 gathered = True
@@ -226,7 +226,7 @@ class Engine:
                     return getattr(module, method.name)(*args, **kwargs)
                 return module_call(module, *args, **kwargs)
         self._prepare()
-        if self._units and self._units[0].device.type != "cpu":
+        if self.units and self.units[0].device.type != "cpu":
             args, kwargs = self._moved_to_device(args, kwargs)
         self.running = True
         self.holdings.begin_forward(module)
@@ -240,7 +240,7 @@ class Engine:
 
     def _moved_to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the model's device, as FSDP2's root moves them, behind the event that stands for the optimizer."""
-        device = self._units[0].device
+        device = self.units[0].device
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
             self._event = None
@@ -265,7 +265,7 @@ class Engine:
         try:
             return entry(module, args, kwargs)
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall)):
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
                 raise error.inner_exception from None
             raise
 
@@ -324,7 +324,7 @@ class Engine:
         self._event = event
 
     def _units_of(self, module: nn.Module) -> list[Unit]:
-        return [unit for unit in self._units if any(own is module for own in unit.modules)]
+        return [unit for unit in self.units if any(own is module for own in unit.modules)]
 
     # -- backward
 
@@ -389,7 +389,7 @@ class Engine:
         self._refuse_held_by_fsdp2()
 
     def _refuse_held_by_fsdp2(self) -> None:
-        self._refuse_held("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_unreduced_grads()])
+        self._refuse_held("eager FSDP2", [unit.name or "root" for unit in self.units if unit.holds_unreduced_grads()])
 
     def _refuse_held(self, holder: str, names: Sequence[str]) -> None:
         if names:

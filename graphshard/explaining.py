@@ -68,8 +68,11 @@ def measure(model: nn.Module) -> Iterator[None]:
     Args:
         model: compiled by `compile`, and warm: what is compiled inside counts as a run.
 
+    Torch has one profiler at a time.
+
     Raises:
         ValueError: `model` is not compiled.
+        RuntimeError: a profiler runs around it, or another `measure`.
     """
     need_engine(model, "graphshard.measure")
     with measured_programs():

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from graphshard.cost import CostModel, GroupShape
 from graphshard.ir import (
     LAUNCHES,
+    PARTIAL,
     WAIT,
     PassContext,
     bucket_key,
@@ -104,6 +105,10 @@ class _Extraction:
             for gather in gathers
         ]
         reduced = [replace(reduction, ready=position[reduction.ready]) for reduction in reduced]
+        for reduction in reduced:  # a gradient is there before its last view, from which on its reduction counts it
+            begun = position[self._begun(self.reduced[reduction.fqn])]
+            for i in range(begun, reduction.ready - 1):
+                op_bytes[i] += reduction.grad_bytes
         return Problem(
             self.ctx.direction,
             tuple(ops),
@@ -255,6 +260,11 @@ class _Extraction:
                 found += bytes_of(allocation)
         return found
 
+    def _begun(self, marker: Node) -> int:
+        """The place of what computes a gradient."""
+        grad = marker.all_input_nodes[0]
+        return min((self.place[allocation.node] for allocation in self.allocations[grad]), default=self.place[grad])
+
     def _spans(self) -> dict[Allocation, tuple[int, int]]:
         """Lifetimes in the computation: without gathered parameters and gradients that only a reduction reads."""
         planned = {*self.gathers.values(), *self.reduced.values()}
@@ -264,7 +274,9 @@ class _Extraction:
             for allocation in self.allocations[node.all_input_nodes[0]]
             if self._own_bytes(node.all_input_nodes[0], node)
         }
-        spans = lifetimes(self.graph, held_by_caller(self.ctx))
+        held, partial = held_by_caller(self.ctx), {PARTIAL + name for name in self.ctx.flags.partial}
+        # Nothing reads a partial gradient yet: the collective that adds it may be awaited last.
+        spans = lifetimes(self.graph, lambda node: held(node) or node.name in partial)
         return {
             allocation: span
             for allocation, span in spans.items()

@@ -27,6 +27,8 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _c10d = torch.ops._c10d_functional
 WAIT = _c10d.wait_tensor.default
+# Before the name of a shard: the argument with the gradient that an earlier backward reduced over the shards only.
+PARTIAL = "partial_"
 LAUNCHES: Mapping[Any, Kind] = {
     _c10d.all_gather_into_tensor.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
@@ -126,12 +128,14 @@ class PassContext:
         params: the sharded parameters by the name of the placeholder that holds their shard.
         flags: the run-time state that the program is lowered for.
         planner: chooses buckets and their places for the marked graph; None: FSDP2's.
+        fuses: whether copies to and from flat buffers become one operator each.
     """
 
     direction: Direction
     params: Mapping[str, ParamRef] = field(default_factory=dict)
     flags: Flags = Flags()
     planner: Callable[[Graph, PassContext], ProgramPlan | None] | None = None
+    fuses: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from graphshard.compat_profiler import profiler_active
 from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
 from graphshard.report import ProgramRecord
 
@@ -65,6 +66,9 @@ def timed(record: ProgramRecord) -> AbstractContextManager[Any]:
 @contextmanager
 def measured_programs() -> Iterator[None]:
     """Times every launch and wait of the programs that run inside; `ProgramRecord.timings` holds the medians after."""
+    if profiler_active():
+        outer = "another" if _measured.get() is not None else "a torch profiler"
+        raise RuntimeError(f"measure: got one inside {outer}, want one at a time: torch has one profiler")
     runs: dict[str, ProgramRecord] = {}
     token = _measured.set(runs)
     try:

@@ -38,12 +38,14 @@ class Order(Generic[G]):
         steps: in order.
         gathers: for each step, what it had to gather in some pass, by the name of the unit.
         agreed: whether all ranks are known to have it.
+        depth: how many of the next steps that gather anything are gathered ahead.
     """
 
     kind: str
     steps: tuple[Step, ...]
     gathers: tuple[dict[str, G], ...]
     agreed: bool = False
+    depth: int = 1
 
     def following(self, position: int) -> Iterator[list[G]]:
         """What the steps behind `position` gather, of those that gather anything."""

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
-from graphshard import env, verify
+from graphshard.agreement import Posted
 from graphshard.compat import resolve_process_group
 from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
-from graphshard.errors import VerifyError
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
 from graphshard.plan_file import Plan, ProgramProblem, load_plan, plan_digest, program_name, replay
 from graphshard.planner import (
     Accumulation,
+    BudgetTooSmall,
     Choice,
     Problem,
     Schedule,
@@ -34,6 +35,8 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+from graphshard.ranks_alike import DEADLINE_S
+from graphshard.version import __version__
 
 # How many there are is not known when the first one runs: the fewest that accumulate.
 _MICRO_BATCHES = 2
@@ -51,6 +54,7 @@ class Planning:
         backward: the backward graph that was partitioned last, until its forward graph has been planned.
         stored: plans that are replayed; what has none there is planned.
         stored_in: says where these are from.
+        posts: what this rank has posted for the others, until it is compared.
     """
 
     scene: Scene
@@ -60,12 +64,35 @@ class Planning:
     backward: GraphModule | None = None
     stored: Plan | None = None
     stored_in: str = ""
+    posts: list[Posted] = field(default_factory=list)
+
+    def agree(self) -> None:
+        """Compares with the other ranks, once.
+
+        Raises:
+            RanksDiffer: another rank plans otherwise, or has another model.
+        """
+        while self.posts:  # what differs stays, to be said again
+            self.posts[0].compare(DEADLINE_S)
+            del self.posts[0]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What shapes a plan besides the graph, in lines."""
+        hardware, budget = self.scene.cost.hardware, self.budget_bytes
+        stored = "none" if self.stored is None else plan_digest(self.stored)
+        return (
+            f"torch {torch.__version__}, graphshard {__version__}",
+            f"plan {self.mode}, of file {stored}",
+            f"memory_budget {'as FSDP2' if budget is None else budget}",
+            f"hardware {hardware.name} {self.scene.cost.fingerprint}",
+            f"reshard_after_forward {'planned' if self.keeps else 'given'}",
+        )
 
     @property
     def fingerprint(self) -> str:
         """A short name of all that shapes a plan besides the graph."""
-        digest = "" if self.stored is None else f"-{plan_digest(self.stored)}"
-        return f"{self.mode}-{self.budget_bytes}-{self.keeps}-{self.scene.cost.fingerprint}{digest}"
+        return hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:16]
 
     def take_backward(self) -> GraphModule | None:
         """`backward`, once."""
@@ -87,34 +114,57 @@ class RegionPlanning:
 
     Attributes:
         latest: what was decided last, None if nothing was.
+        replayed: whether that comes from a stored plan.
+        note: of the arguments.
     """
 
     def __init__(self, planning: Planning, number: int = 0, note: Callable[[str], None] = lambda line: None) -> None:
         self._planning = planning
         self._number = number
-        self._note = note
+        self.note = note
         self._kept: frozenset[str] | None = None
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._behind: Problem | None = None  # the backward, as FSDP2's flags have it
         self._accumulation: Accumulation | None = None
+        self._problems: dict[Graph, Problem] = {}
         self.latest: Decision | None = None
+        self.replayed = False
 
-    def __call__(self, graph: Graph, ctx: PassContext, flags: str = "default") -> ProgramPlan | None:
+    def forget(self) -> None:
+        """Forgets what was decided last."""
+        self.latest, self.replayed = None, False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its plans are carried out, not only timed."""
+        return self._planning.mode == "auto"
+
+    @property
+    def budget_is_asked(self) -> bool:
+        """Whether the user gave the budget."""
+        return self._planning.budget_bytes is not None
+
+    def __call__(
+        self, graph: Graph, ctx: PassContext, flags: str = "default", short_bytes: int = 0, as_fsdp2: bool = False
+    ) -> ProgramPlan | None:
         """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
 
         Args:
             graph: to plan.
             ctx: its parameters and flags.
             flags: their text, by which a stored plan is found.
+            short_bytes: of the budget that are to be left free.
+            as_fsdp2: FSDP2's schedule is taken, whatever it allocates.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
             PlanMismatch: the stored plan of that name is for another graph.
         """
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
-        self.latest = None
+        self.forget()
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
             if planning.stored is not None:
-                self._note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
+                self.note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
             return None  # users have chosen
         if planning.stored is not None:
             extract = partial(extract_problem, graph, ctx, planning.scene)
@@ -122,39 +172,40 @@ class RegionPlanning:
             named = ProgramProblem(self._number, ctx.direction, flags, extract, planning.ranks_of, fqns)
             self.latest = replay(planning.stored, named, planning.stored_in, planning.budget_bytes)
             if self.latest is not None:
-                return self.latest.plan if planning.mode == "auto" else None
+                self.replayed = True
+                return self.latest.plan if self.chooses else None
         problem = extract_problem(graph, ctx, planning.scene)
         if not problem.gathers and not problem.reductions:
             return None
         if planning.stored is not None:
-            self._note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
+            self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
-        budget_bytes = self._planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
-        if self._planning.mode == "fsdp2":
+        budget_bytes = planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
+        if as_fsdp2 or not self.chooses:
             choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
-            choice = best_schedule(problem, budget_bytes)
+            choice = self._best_schedule(problem, budget_bytes - short_bytes)
         plan = named_plan(problem, choice.schedule)
         kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
         self.latest = Decision(problem, choice, plan, budget_bytes, kept)
-        return plan if self._planning.mode == "auto" else None
+        return plan if self.chooses else None
 
-    def checked(self, graph: Graph, ctx: PassContext) -> Decision | None:
-        """`latest`, when its program has been lowered to `graph`.
+    def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
+        try:
+            return best_schedule(problem, budget_bytes)
+        except BudgetTooSmall as error:
+            if self._behind is not None and problem.direction == "forward":
+                try:  # to say all that a step needs at once
+                    best_schedule(self._behind, budget_bytes)
+                except BudgetTooSmall as its:
+                    raise BudgetTooSmall(f"{error}; {its}") from None
+            raise
 
-        Raises:
-            VerifyError: S2, where ``GRAPHSHARD_VERIFY`` is 2. Otherwise a budget that was asked for and is not kept is
-                noted: training goes on.
-        """
-        if self.latest is not None and self._planning.mode == "auto" and (level := env.verify_level()):
-            try:
-                verify.check_budget(graph, ctx, self.latest.budget_bytes)
-            except VerifyError as error:
-                if level > 1:
-                    raise
-                if self._planning.budget_bytes is not None:
-                    self._note(f"region {self._number}: {error}, as memory_budget says")
-        return self.latest
+    def problem(self, graph: Graph, ctx: PassContext) -> Problem:
+        """What there is to plan of a marked graph; read once, for all equal blocks that share it."""
+        if (found := self._problems.get(graph)) is None:
+            found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
+        return found
 
     def keep_units(
         self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
@@ -171,6 +222,7 @@ class RegionPlanning:
         ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
         as_in_fsdp2 = kept_problems(ahead, back, by_default)
         self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
+        self._behind = as_in_fsdp2[1]
         stored = None if self._planning.stored is None else self._planning.stored.find_forward(self._number)
         if stored is not None:
             self._kept = None if stored.kept is None else frozenset(stored.kept)
@@ -237,9 +289,14 @@ def make_planning(
         TypeError: `memory_budget` is no number.
         ValueError: an argument is not one of those above.
     """
-    machine = find_hardware(hardware or detect_hardware(device_type))
+    machine = find_hardware(detect_hardware(device_type) if hardware is None else hardware)
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
     scene = Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node))
+    if plan == "fsdp2" and budget_bytes is not None:
+        raise ValueError(
+            f"compile: memory_budget: got {memory_budget} with plan='fsdp2', whose schedules are FSDP2's whatever they "
+            "allocate; want plan='auto', or no memory_budget"
+        )
     if isinstance(plan, str) and plan in PLANS:
         return Planning(scene, plan, budget_bytes, keeps)
     if isinstance(plan, Plan):

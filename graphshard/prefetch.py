@@ -3,12 +3,13 @@ goes on behind it.
 
 The order of regions is recorded in one pass, compared with that of the other ranks, and followed from then on. What is
 launched is a function of the calls so far, so it is the same on every rank.
+Gathers are launched one region ahead, or as many as `memory_budget` has room for.
 Source: FSDP2's implicit prefetch, one unit ahead, and its one reduce-scatter under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -22,11 +23,12 @@ from graphshard.dispatch import KEEP, Binding
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.orders import Order, Orders, Step, Walk
+from graphshard.planner import Problem, choose_depth
+from graphshard.planning import Planning
 from graphshard.report import Report
 from graphshard.shards import Shard
 
-# How many gathers are launched ahead, and how far ahead the regions are looked for that still need theirs.
-DEPTH = 1
+# How far ahead regions are looked for that still need their gathers.
 HORIZON = 8
 
 
@@ -56,13 +58,18 @@ class Prefetch:
         every: whether all units that are whole in a region are gathered and reduced outside its programs, so that equal
             blocks share them wherever they stand; else only what a region before can launch.
         model: name of the model.
+        planning: of the model; chooses how many regions ahead gathers are launched.
     """
 
-    def __init__(self, holdings: Holdings, report: Report, every: bool, model: str) -> None:
+    def __init__(
+        self, holdings: Holdings, report: Report, every: bool, model: str, planning: Planning | None = None
+    ) -> None:
         self._holdings = holdings
         self._report = report
         self._every = every
         self._model = model
+        self._planning = planning
+        self._problems: dict[Step, Callable[[], Problem | None]] = {}
         self._orders: Orders[Wanted] = Orders()
         self._posted: dict[int, list[Posted]] = {}  # by identity of an order
         self._forward: Walk[Wanted] | None = None
@@ -91,6 +98,17 @@ class Prefetch:
             self._forward = None
             self._holdings.drop_ahead()
 
+    def _depth(self, order: Order[Wanted]) -> int:
+        """As planned within `memory_budget`; without one there is only room for FSDP2's one."""
+        planning = self._planning
+        if planning is None or planning.mode != "auto" or planning.budget_bytes is None:
+            return order.depth
+        problems = [problem for step in order.steps if (problem := self._problems[step]()) is not None]
+        depth = choose_depth(problems, planning.budget_bytes).depth if problems else order.depth
+        if depth > 1:
+            self._report.note_once(f"{order.kind}: gathers are launched {depth} regions ahead, within memory_budget")
+        return depth
+
     def _backward_walk(self, entry: Entry) -> Walk[Wanted] | None:
         if (number := backward_id()) != self._backward_id:
             # One backward inside another, as of reentrant checkpoints: neither is followed.
@@ -110,6 +128,7 @@ class Prefetch:
         order = self._orders.end(walk)
         if order is None or id(order) in self._posted or not any(order.gathers):
             return  # without a collective, ranks may differ
+        order.depth = self._depth(order)
         groups: dict[str, set[str]] = {}
         for gathers in order.gathers:
             for name, (unit, *_) in gathers.items():
@@ -127,13 +146,16 @@ class Prefetch:
             return frozenset()
         return frozenset(unit for unit in binding.units if unit not in binding.parts and _is_plain(unit))
 
-    def before_forward(self, graph: Graph, binding: Binding, split: frozenset[Unit]) -> None:
+    def before_forward(
+        self, graph: Graph, binding: Binding, split: frozenset[Unit], problem: Callable[[], Problem | None]
+    ) -> None:
         """Gathers what a forward needs from outside, and launches gathers of the next regions.
 
         Args:
             graph: about to run.
             binding: its shards.
             split: units that are gathered as a whole.
+            problem: of `graph`, to plan with those of other regions.
         """
         if not binding.units:
             return
@@ -144,9 +166,16 @@ class Prefetch:
             if whole or self._every:
                 holdings.gather(unit, shards, whole or holdings.behind_forward(unit) == KEEP, ahead=False)
         walk = self._backward_walk(holdings.entry) if holdings.in_backward else self._forward
-        self._launch(walk, "forward", binding, wanted)
+        self._launch(walk, "forward", binding, wanted, problem)
 
-    def before_backward(self, graph: Graph, binding: Binding, split: frozenset[Unit], asked: Backward) -> None:
+    def before_backward(
+        self,
+        graph: Graph,
+        binding: Binding,
+        split: frozenset[Unit],
+        asked: Backward,
+        problem: Callable[[], Problem | None],
+    ) -> None:
         """The same for a backward. `asked`: of it."""
         holdings = self._holdings
         if graph.part or not binding.units:
@@ -160,7 +189,7 @@ class Prefetch:
         for unit, shards, whole in wanted:
             if whole or self._every:
                 holdings.gather(unit, shards, whole or not unit.reshard_after_backward, ahead=False)
-        self._launch(self._backward_walk(asked.entry), "backward", binding, wanted)
+        self._launch(self._backward_walk(asked.entry), "backward", binding, wanted, problem)
 
     def _wanted(self, graph: Graph, binding: Binding, split: frozenset[Unit]) -> list[Wanted]:
         """What can be gathered before the program, of what is not gathered now.
@@ -181,11 +210,19 @@ class Prefetch:
                 leads = leads and unit in split
         return wanted
 
-    def _launch(self, walk: Walk[Wanted] | None, direction: str, binding: Binding, wanted: list[Wanted]) -> None:
+    def _launch(
+        self,
+        walk: Walk[Wanted] | None,
+        direction: str,
+        binding: Binding,
+        wanted: list[Wanted],
+        problem: Callable[[], Problem | None],
+    ) -> None:
         holdings = self._holdings
         ahead: list[Wanted] = []
         if walk is not None:
             step = Step(direction, tuple(unit.name for unit in holdings.in_order(binding.unit_set)))
+            self._problems.setdefault(step, problem)
             order = walk.follow(step, {found.unit.name: found for found in wanted})
             if order is not None:
                 self._agree(order)
@@ -215,7 +252,7 @@ class Prefetch:
         for gathers in islice(order.following(position), HORIZON):
             if missing := [wanted for wanted in gathers if _is_missing(wanted.shards[0])]:
                 found += missing
-                if (depth := depth + 1) == DEPTH:
+                if (depth := depth + 1) == order.depth:
                     break
         return found
 

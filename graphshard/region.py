@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard import driver
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code, hide_results
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
@@ -32,17 +31,20 @@ from graphshard.ir import (
     shard_placeholder,
     unshards,
 )
+from graphshard.kernels import fuses_on
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
 from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.plan_file import program_flags
+from graphshard.planner import Problem
 from graphshard.planning import Planning, RegionPlanning
 from graphshard.prefetch import Prefetch
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
 from graphshard.states import backward_states, forward_states
+from graphshard.within_budget import lower_within_budget
 
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
@@ -160,6 +162,11 @@ class Region:
         params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
         return PassContext(direction, params, usual_flags(direction, binding))
 
+    def _problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
+        """What there would be to plan of a graph that gathers and reduces everything."""
+        ctx = self._usual_context(graph.direction, graph.gm, binding)
+        return None if self._planner is None else self._planner.problem(graph.gm.graph, ctx)
+
     def _check_slots(self, graph: MarkedGraph) -> None:
         if graph.direction != "backward":
             names = [node.name for node in graph.gm.graph.nodes if node.op == "placeholder"]
@@ -199,10 +206,11 @@ class Region:
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
         text = f"{graph.part} {flags}".lstrip()
         named = program_flags(text, self.engine.name)
-        planner = None if self._planner is None else partial(self._planner, flags=named)
-        ctx = PassContext(graph.direction, params, flags, planner)
-        lowered = driver.lower(graph.gm, ctx, title)
-        decision = self._planner.checked(lowered.gm.graph, ctx) if self._planner is not None else None
+        fuses = bool(binding.units) and fuses_on(binding.units[0].device, self.engine.report.say_once)
+        ctx = PassContext(graph.direction, params, flags, fuses=fuses)
+        if self.engine.planning is not None:
+            self.engine.planning.agree()
+        lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named)
         inputs = _inputs(graph, lowered.gm)
         start = time.perf_counter()
         if late:
@@ -242,7 +250,7 @@ class Region:
         holdings = self.engine.holdings
         holdings.touched.update(binding.units)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self.engine.prefetch.before_forward(graph, binding, split)
+        self.engine.prefetch.before_forward(graph, binding, split, partial(self._problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
             self.calls.begin(binding, holdings.entry)
@@ -304,7 +312,7 @@ class Region:
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
-        engine.prefetch.before_backward(graph, binding, split, asked)
+        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._problem, graph, binding))
         behind = frozenset[Unit]()
         if engine.deferred is None:
             behind = engine.prefetch.reduced_behind(graph, binding, split, asked)

@@ -21,6 +21,7 @@ from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
 from graphshard.fsdp2 import Unit
 from graphshard.halves import Half, cut_at_wait
 from graphshard.ir import Direction, PassContext, launch_counts
+from graphshard.kernels import fuses_on
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
@@ -169,7 +170,8 @@ class UnitPrograms:
         direction: Direction = "backward" if reduced else "forward"
         start = time.perf_counter()
         title = f"{self._name}.{kind}.{shards[0].unit.name or 'root'}"
-        lowered = driver.lower(gm, PassContext(direction, params, flags), title).gm
+        ctx = PassContext(direction, params, flags, fuses=fuses_on(shards[0].unit.device, self._report.say_once))
+        lowered = driver.lower(gm, ctx, title).gm
         record = ProgramRecord(
             -1,
             kind,

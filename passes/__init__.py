@@ -19,6 +19,7 @@ from graphshard.passes import (
     apply_residency,
     assign_buckets,
     fold_unshards,
+    fuse_copies,
     insert_collectives,
     order_launches,
     share_reads,
@@ -60,5 +61,6 @@ PROGRAM = (
     Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
     Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),
+    Pass("fuse_copies", fuse_copies.decide, fuse_copies.apply, optional=True),
     Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True),
 )

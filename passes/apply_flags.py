@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir import (
+    PARTIAL,
     Builder,
     PassContext,
     add_placeholder,
@@ -33,7 +34,7 @@ from graphshard.ir import (
     val,
 )
 
-HELD, PARTIAL = "held_", "partial_"
+HELD = "held_"
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from torch.fx import Graph, Node
 
 from graphshard.emit_gather import emit_gather
 from graphshard.emit_reduction import emit_reduction
-from graphshard.ir import Builder, PassContext, is_call, replace, shard_placeholder
+from graphshard.ir import PARTIAL, Builder, PassContext, is_call, replace, shard_placeholder
 from graphshard.markers import REDUCE_GRAD, UNSHARD
-from graphshard.passes.apply_flags import PARTIAL
 from graphshard.settings import UnitSettings
 
 

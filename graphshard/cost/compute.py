@@ -147,12 +147,9 @@ def _all_bytes(node: Node) -> int:
 
 def _fused_bytes(node: Node) -> int:
     """Bytes that pass between `node` and what is not in its kernel."""
-    read = 0
-    for source in node.all_input_nodes:
-        producer = _producer(source)
-        inside = is_fusible(producer) and _is_internal(producer, node)
-        if not inside and not any(_is_internal(user, node) for user in _users(producer) if user is not node):
-            read += read_bytes(node, source)
+    before = list(_in_front(node))
+    there = {*before, *(_producer(source) for earlier in before for source in earlier.all_input_nodes)}
+    read = sum(read_bytes(node, source) for source in node.all_input_nodes if _producer(source) not in there)
     value = node.meta.get("val")
     written = 0
     results = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
@@ -182,15 +179,16 @@ def _users(node: Node, index: int | None = None) -> Iterator[Node]:
 
 def _is_internal(earlier: Node, later: Node) -> bool:
     """Whether both are in one kernel: nothing that Inductor calls from a library lies between them."""
-    if not (is_fusible(earlier) and is_fusible(later)):
-        return False
-    node, seen = later.prev, 0
-    while seen < _MAX_FUSED and node.op != "root":
-        if node is earlier:
-            return True
-        if not is_free(node):
-            if not is_fusible(node):
-                return False
+    return is_fusible(later) and any(node is earlier for node in _in_front(later))
+
+
+def _in_front(node: Node) -> Iterator[Node]:
+    """What is in one kernel with `node`, in front of it, from the last to the first."""
+    before, seen = node.prev, 0
+    while seen < _MAX_FUSED and before.op != "root":
+        if not is_free(before):
+            if not is_fusible(before):
+                return
             seen += 1
-        node = node.prev
-    return False
+            yield before
+        before = before.prev

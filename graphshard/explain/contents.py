@@ -121,12 +121,12 @@ def figures(program: PlannedProgram) -> tuple[Figure, ...]:
         over = "within" if simulation.peak_bytes <= program.budget_bytes else "OVER"
         budget = f"{over} the budget of {format_bytes(program.budget_bytes)}"
     peak_at = simulation.live_bytes.index(simulation.peak_bytes)
-    where = f"before {program.op_name(peak_at)}" if peak_at == len(program.problem.ops) else program.op_name(peak_at)
+    where = f"{'before' if peak_at == len(program.problem.ops) else 'at'} {program.op_name(peak_at)}"
     found = [
         Figure("predicted step", format_us(step_us), bound),
         Figure("lower bound", format_us(program.lower_bound_us), "no schedule of this program is faster"),
         Figure("exposed", format_us(simulation.exposed_us), exposed),
-        Figure("peak memory", format_bytes(simulation.peak_bytes), f"at {where}; {budget}"),
+        Figure("peak memory", format_bytes(simulation.peak_bytes), f"{where}; {budget}"),
     ]
     busy = busy_us(program)
     if busy:

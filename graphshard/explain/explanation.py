@@ -31,6 +31,8 @@ class Explanation:
     def __str__(self) -> str:
         return self.to_text().rstrip("\n")
 
+    __repr__ = __str__
+
     def to_text(self, top: int = 5) -> str:
         """Plain text with aligned columns.
 

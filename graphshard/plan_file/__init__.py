@@ -23,7 +23,7 @@ from graphshard.plan_file.outline import (
     outline_of,
     problem_of,
 )
-from graphshard.plan_file.replay import PlanMismatch, ProgramProblem, fits, replay
+from graphshard.plan_file.replay import PlanMismatch, ProgramProblem, replay
 from graphshard.plan_file.text import load_plan, parse_plan, plan_digest, plan_text, write_plan
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "ProgramProblem",
     "StoredProgram",
     "StoredStep",
-    "fits",
     "load_plan",
     "ordered_programs",
     "outline_changes",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphshard.plan import Decision
 from graphshard.plan_file.changes import listed, outline_changes
-from graphshard.plan_file.contents import Plan, StoredProgram, program_name
+from graphshard.plan_file.contents import Plan, StoredProgram
 from graphshard.plan_file.outline import Outline, outline_of
-from graphshard.plan_file.text import load_plan
 from graphshard.planner import (
     Choice,
     Problem,
@@ -138,31 +136,6 @@ def _decision(plan: Plan, stored: StoredProgram, problem: Problem, where: str, b
 def _mismatch(where: str, stored: StoredProgram, what: str, plan: Plan) -> PlanMismatch:
     return PlanMismatch(
         f"{where}: {stored.name}: {what}. It was planned with torch {plan.torch} and graphshard {plan.graphshard}. "
-        "Plan anew with plan='auto' and write it with graphshard.save_plan"
+        "Give the model, mesh and arguments (strategy, reshard_after_forward, mp_policy, backend) that it was planned "
+        "for, or plan anew with plan='auto' and write it with graphshard.save_plan"
     )
-
-
-def fits(path: str | os.PathLike[str], problems: Iterable[ProgramProblem]) -> list[str]:
-    """What keeps a plan file from being replayed on these programs, a line each: nothing, if it fits.
-
-    Args:
-        path: of the file.
-        problems: every program of a model.
-
-    Raises:
-        ValueError: the file is no sound plan.
-    """
-    plan, where = load_plan(path), f"plan file {os.fspath(path)}"
-    lines: list[str] = []
-    for program in problems:
-        try:
-            if replay(plan, program, where) is None and _has_members(program.extract(None)):
-                name = program_name(program.region, program.direction, program.flags)
-                lines.append(f"{where}: {name}: not in the file; it would be planned anew")
-        except PlanMismatch as error:
-            lines.append(str(error))
-    return lines
-
-
-def _has_members(problem: Problem) -> Sequence[object]:
-    return (*problem.gathers, *problem.reductions)

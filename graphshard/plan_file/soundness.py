@@ -26,6 +26,8 @@ def check_sound(plan: Plan) -> None:
     """Raises:
     ValueError: a part of `plan` contradicts another; says which.
     """
+    if not plan.programs:
+        raise ValueError("programs: got none, want at least one")
     for number, program in enumerate(plan.programs):
         where = f"programs[{number}]"
         for error in (*_outline_errors(program.outline, f"{where}.outline"), *_errors(program, where)):
@@ -98,6 +100,18 @@ def _errors(program: StoredProgram, where: str) -> Iterator[str]:
             yield f"{here}.before: got {step.before!r}, want the name of an op of the outline, or '' for the end"
         elif step.position != position[step.before]:
             yield f"{here}.position: got {step.position}, want {position[step.before]}, that of {step.before!r}"
+    yield from _impossible(program, f"{where}.predicted")
+
+
+def _impossible(program: StoredProgram, where: str) -> Iterator[str]:
+    predicted = program.predicted
+    for name, value, most, of in (
+        ("peak_bytes", predicted.peak_bytes, program.budget_bytes, "budget_bytes"),
+        ("lower_bound_us", predicted.lower_bound_us, predicted.step_us, "step_us"),
+        ("exposed_us", predicted.exposed_us, predicted.step_us, "step_us"),
+    ):
+        if not 0 <= value <= most:
+            yield f"{where}.{name}: got {value}, want 0 to {most}, its {of}"
 
 
 def _repeated(names: Iterable[str], where: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Plans one program on paper: a problem of numbers in, a schedule of buckets, launches and waits out."""
 
+from graphshard.planner.across import Depth, choose_depth
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
@@ -15,6 +16,7 @@ __all__ = [
     "Bucket",
     "BudgetTooSmall",
     "Choice",
+    "Depth",
     "Event",
     "Exposure",
     "Gather",
@@ -28,6 +30,7 @@ __all__ = [
     "accumulation_choice",
     "best_schedule",
     "check_schedule",
+    "choose_depth",
     "choose_kept",
     "fixed_size_schedule",
     "fsdp2_schedule",

@@ -44,13 +44,16 @@ class BudgetTooSmall(ValueError):
     """No schedule fits the memory budget."""
 
 
-def best_schedule(problem: Problem, budget_bytes: int | None = None, reuse_blocks: bool = True) -> Choice:
+def best_schedule(
+    problem: Problem, budget_bytes: int | None = None, reuse_blocks: bool = True, walks: int = 240
+) -> Choice:
     """The fastest schedule found that allocates at most `budget_bytes`; None: as much as FSDP2's schedule.
 
     Args:
         problem: what to plan.
         budget_bytes: most that may be allocated, by the simulator's count.
-        reuse_blocks: blocks that repeat are planned once.
+        reuse_blocks: blocks that repeat are planned once, large problems on a coarser one.
+        walks: how much is tried.
 
     Raises:
         BudgetTooSmall: no schedule was found; says the least that one needs, and which unit needs it.
@@ -65,7 +68,7 @@ def best_schedule(problem: Problem, budget_bytes: int | None = None, reuse_block
         budget_bytes = simulations["fsdp2"].peak_bytes
     found = dict(rivals)
     best_placed: Placed | None = None
-    search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes)
+    search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes, walks)
     for placed in search.good()[:_COMPARED]:
         schedule = placed.schedule()
         simulation = simulate(problem, schedule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch
+from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch
 from graphshard.planner.problem import Gather, Problem, Reduction, copy_in_us, copy_out_us, then_us, transfer_us
 from graphshard.planner.schedule import Bucket
 
@@ -20,7 +20,7 @@ class BucketCost(NamedTuple):
         in_us: of the copy-in and the launch.
         held: allocated by the launch; `freed`: free once its copy-in is done.
         out: what a gather is copied out to.
-        freed_by_wait: free behind the wait.
+        freed_by_wait: free behind the wait; `freed_by_finish`: behind that of the all-reduce that follows.
         frees: (last use, bytes) of the members of a gather.
         spans: (first position, the one behind the last, bytes): what a gather holds there before its members are used.
         wire_bytes: as it is sent.
@@ -39,6 +39,7 @@ class BucketCost(NamedTuple):
     freed: int
     out: int
     freed_by_wait: int
+    freed_by_finish: int
     frees: tuple[tuple[int, int], ...]
     spans: tuple[tuple[int, int, int], ...]
     wire_bytes: int
@@ -64,6 +65,7 @@ def gather_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
         freed=freed,
         out=out,
         freed_by_wait=freed_by_wait(items),
+        freed_by_finish=freed_by_finish(items),
         frees=tuple((item.last_use, kept_bytes(item, len(items) == 1)) for item in items),
         spans=tuple(_spans(items, need, held + out)),
         wire_bytes=sum(item.wire_bytes for item in items),
@@ -89,6 +91,7 @@ def reduction_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
         freed=freed,
         out=0,
         freed_by_wait=freed_by_wait(items),
+        freed_by_finish=freed_by_finish(items),
         frees=(),
         spans=(),
         wire_bytes=sum(item.wire_bytes for item in items),

@@ -11,6 +11,8 @@ from graphshard.planner.problem import Problem
 
 # Units are kept only where the step falls by more than this part.
 _WORTH = 0.001
+# So much of a search is enough to compare.
+_WALKS = 60
 
 
 def kept_problems(forward: Problem, backward: Problem, units: frozenset[str]) -> tuple[Problem, Problem]:
@@ -79,9 +81,10 @@ def _fits(forward: Problem, backward: Problem, budget_bytes: int) -> bool:
 def _step_us(forward: Problem, backward: Problem, budget_bytes: int) -> float:
     """Infinite: one of the two does not fit."""
     try:
-        return sum(best_schedule(problem, budget_bytes).simulation.step_us for problem in (forward, backward))
+        choices = [best_schedule(problem, budget_bytes, walks=_WALKS) for problem in (forward, backward)]
     except BudgetTooSmall:
         return float("inf")
+    return sum(choice.simulation.step_us for choice in choices)
 
 
 @dataclass(frozen=True)

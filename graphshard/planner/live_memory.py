@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_wait, held_by_launch, scratch_bytes
+from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch, scratch_bytes
 from graphshard.planner.problem import Gather, Problem, Reduction
 from graphshard.planner.schedule import Action, Schedule, Step
 
@@ -59,9 +59,10 @@ class _Walk:
         ops = len(problem.ops)
         self.grads, self.frees = [0] * (ops + 1), [0] * (ops + 1)
         for reduction in problem.reductions:
-            self.grads[max(0, reduction.ready - 1)] += reduction.grad_bytes
-        if not ops:
-            self.gradients = self.grads[0]
+            if reduction.ready:
+                self.grads[reduction.ready - 1] += reduction.grad_bytes
+            else:
+                self.gradients += reduction.grad_bytes
 
     def _see(self, at: int) -> None:
         now = LiveBytes(self.base[at], self.parameters, self.gradients, self.reduced, self.buffers)
@@ -81,11 +82,15 @@ class _Walk:
         freed = freed_by_wait(members)
         if isinstance(members[0], Reduction):
             sent_itself = len(members) == 1 and members[0].alone_in_us == 0.0
-            if step == "wait" and sent_itself:
-                self.gradients -= freed
-            elif step == "wait":
-                self.buffers -= freed
-            self._see(at)
+            then = freed_by_finish(members)
+            if step == "wait":
+                self.buffers += then
+                if sent_itself:
+                    self.gradients -= freed + then
+                else:
+                    self.buffers -= freed + then
+            else:
+                self.buffers -= then
             return
         full = copied_out_bytes(members)
         if full:

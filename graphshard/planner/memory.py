@@ -37,14 +37,24 @@ def scratch_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
 
 
 def freed_by_wait(members: Sequence[Gather] | Sequence[Reduction]) -> int:
-    """Bytes that are free once a collective is awaited and copied out: its input, and a buffer that is copied out."""
+    """Bytes that are free once a collective is awaited and copied out: its input, and a buffer that is copied out.
+
+    Less those that the all-reduce behind a reduce-scatter takes.
+    """
     if isinstance(members[0], Reduction):
-        if len(members) == 1 and members[0].alone_in_us == 0.0:
-            return members[0].grad_bytes
-        return sum(member.wire_bytes for member in members)
+        sent_itself = len(members) == 1 and members[0].alone_in_us == 0.0
+        sent = members[0].grad_bytes if sent_itself else sum(member.wire_bytes for member in members)
+        return sent - freed_by_finish(members)
     copied = len(members) > 1 or members[0].alone_in_us > 0.0
     shards = sum(member.shard_bytes for member in members) if copied else 0
     return shards + (sum(member.wire_bytes for member in members) if copied_out_bytes(members) else 0)
+
+
+def freed_by_finish(members: Sequence[Gather] | Sequence[Reduction]) -> int:
+    """Bytes that are free once the all-reduce behind a reduce-scatter is awaited: its input."""
+    first = members[0]
+    followed = isinstance(first, Reduction) and first.then is not None
+    return sum(member.shard_bytes for member in members) if followed else 0
 
 
 def copied_out_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
@@ -84,9 +94,8 @@ class Memory:
     def wait(self, bucket: int, step: str, at: int) -> None:
         members = self.members[bucket]
         if isinstance(members[0], Reduction):
-            if step == "wait":
-                self.live -= freed_by_wait(members)
-            self._see(at)
+            # Nothing new: there is no more than behind the op before.
+            self.live -= freed_by_wait(members) if step == "wait" else freed_by_finish(members)
             return
         full = copied_out_bytes(members)
         self._see(at, full)

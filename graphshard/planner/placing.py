@@ -29,8 +29,7 @@ class _Placing(Walk):
         ground, op_us, count = self.ground, self.problem.op_us, len(self.problem.ops)
         ground.walked += count
         for at in range(count):
-            while self.pending and self.pending[0][0] + self.wish.margin * self.pending[0][1].us <= self.now_us:
-                self._wait_reduction(at)
+            self._await_reductions(at)
             if not (self._arrive(at) and self._reduce_in_time(at)):
                 return False
             if not self._make_room(at, ground.op_bytes[at] + ground.grads[at]):
@@ -42,6 +41,14 @@ class _Placing(Walk):
         return self._arrive(count) and self._finish(count)
 
     # -- one position
+
+    def _await_reductions(self, at: int) -> None:
+        """Awaits those that should be done."""
+        margin = self.wish.margin
+        while self.pending and self.pending[0][0] + margin * self.pending[0][1].us <= self.now_us:
+            self._wait_reduction(at)
+        while self.finishing and self.finishing[0][0] + margin * self.finishing[0][1].then_us <= self.now_us:
+            self._finish_reduction(at)
 
     def _arrive(self, at: int) -> bool:
         """Launches and awaits what is needed at `at`, and launches ahead."""
@@ -215,9 +222,7 @@ class _Placing(Walk):
                 return False
         while self.pending:
             self._wait_reduction(end)
-        for end_us, cost in self.finishing:
-            self.now_us = max(self.now_us, end_us)
-            self._compute(cost.out_us)
-            self.steps.append((end, "finish", cost.bucket))
+        while self.finishing:
+            self._finish_reduction(end)
         self._run_own(end)
         return True

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.planner.blocks import repeated, shortened, transferred
+from graphshard.planner.blocks import Run, repeated, shortened, transferred
 from graphshard.planner.bound import lower_bound_us
+from graphshard.planner.coarse import coarsened
 from graphshard.planner.first_buckets import ends_of_units, first_ends
 from graphshard.planner.ground import Ends, Ground, Placed, Wish
 from graphshard.planner.placing import placed
@@ -29,12 +30,14 @@ _NEAR = 6
 _BLOCKS = 8
 _PERIODS = (1, 2, 3, 4)
 _CARRIED = 20
+# So few ops are walked themselves.
+_FINE = 200
+# So many of a coarser problem are tried with the problem itself.
+_COARSE = 6
 # What is carried over is compared with so many units in each bucket.
 _PLAIN = (1, 4, 8)
-# What is carried over is compared with a search of its own if it is farther than this from the bound.
+# What is found for few blocks is compared with what a coarser problem gives if it is farther than this from the bound.
 _NEAR_BOUND = 1.02
-# That walks about so many positions, whatever the depth.
-_WALKED = 20_000
 # What is as fast as the fastest.
 _SAME = 1.001
 
@@ -116,33 +119,52 @@ def searched(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
 
 
 def searched_by_blocks(problem: Problem, budget_bytes: float, walks: int = 240) -> Search:
-    """The same, the walks over few of the blocks that repeat; over all where that does not carry over."""
-    run = repeated(problem)
-    if run is None or run.count < 2 * _BLOCKS:
+    """The same; of a large problem, most walks are over few of the blocks that repeat, or over a coarser one."""
+    if len(problem.ops) <= _FINE:
         return searched(problem, budget_bytes, walks)
+    run = repeated(problem)
+    found: Search | None = None
+    if run is not None and run.count >= 2 * _BLOCKS:
+        found = _by_blocks(problem, run, budget_bytes, walks)
+    if found is None or found.best is None or found.best.step_us > _NEAR_BOUND * lower_bound_us(problem):
+        other = _by_coarse(problem, budget_bytes, walks)
+        if found is not None:
+            other.ground.walked += found.ground.walked
+        if found is None or found.best is None or (other.best and other.best.step_us <= found.best.step_us):
+            found = other
+    if found.best is not None:
+        _habits(found)
+    return found
+
+
+def _by_blocks(problem: Problem, run: Run, budget_bytes: float, walks: int) -> Search:
+    """What is found for few blocks, tried with all."""
     short = shortened(problem, run, _BLOCKS)
-    model = searched(short.problem, budget_bytes, walks)
+    model = searched(short.problem, budget_bytes, walks // 2)
     full = Search(Ground(problem, budget_bytes, model.ground.spare_bytes), _CARRIED)
     full.ground.walked += model.ground.walked
-    if model.best is not None:
-        for period in _PERIODS:
-            full.try_(transferred(short, model.best.wish, model.ground, full.ground, period))
-        carried = full.best is not None
-        for size in _PLAIN:
-            ends = (
-                ends_of_units(problem.gathers, full.ground.gathers, size),
-                ends_of_units(problem.reductions, full.ground.reductions, 1),
-            )
-            full.try_(replace(model.best.wish, gathers=ends[0], reductions=ends[1]))
-        if carried:
-            _habits(full)
-            if full.best is not None and full.best.step_us <= _NEAR_BOUND * lower_bound_us(problem):
-                return full
-    other = searched(problem, budget_bytes, min(walks, max(8, _WALKED // len(problem.ops))))
-    other.ground.walked += full.ground.walked
-    if other.best is None or (full.best is not None and full.best.step_us < other.best.step_us):
+    if model.best is None:
         return full
-    return other
+    for period in _PERIODS:
+        full.try_(transferred(short, model.best.wish, model.ground, full.ground, period))
+    for size in _PLAIN:
+        ends = (
+            ends_of_units(problem.gathers, full.ground.gathers, size),
+            ends_of_units(problem.reductions, full.ground.reductions, 1),
+        )
+        full.try_(replace(model.best.wish, gathers=ends[0], reductions=ends[1]))
+    return full
+
+
+def _by_coarse(problem: Problem, budget_bytes: float, walks: int) -> Search:
+    """What is found for a coarser problem, tried with this one: buckets may be larger than few blocks."""
+    coarse = coarsened(problem)
+    model = searched(coarse.problem, budget_bytes, walks)
+    full = Search(Ground(problem, budget_bytes, model.ground.spare_bytes), _CARRIED)
+    full.ground.walked += model.ground.walked
+    for other in model.different(_COARSE):
+        full.try_(coarse.wish(other.wish, model.ground, full.ground))
+    return full
 
 
 def _spares(problem: Problem) -> list[int]:

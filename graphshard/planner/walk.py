@@ -107,9 +107,12 @@ class Walk:
             last = first + (last - first) // 2
         cost = self.ground.reduction(number, first, last)
         while self.live + cost.held + self.ground.op_bytes[at] > self.budget:
-            if not self.pending:
+            if self.pending:
+                self._wait_reduction(at)
+            elif self.finishing:
+                self._finish_reduction(at)
+            else:
                 return False
-            self._wait_reduction(at)
         return self._start_reduction(number, cost, at)
 
     def _wait_reduction(self, at: int) -> None:
@@ -124,6 +127,13 @@ class Walk:
         self.free_us[cost.then] = max(self.now_us, self.free_us[cost.then]) + cost.then_us
         self.finishing.append((self.free_us[cost.then], cost))
 
+    def _finish_reduction(self, at: int) -> None:
+        end_us, cost = self.finishing.pop(0)
+        self.now_us = max(self.now_us, end_us)
+        self._compute(cost.out_us)
+        self.live -= cost.freed_by_finish
+        self.steps.append((at, "finish", cost.bucket))
+
     def _make_room(self, at: int, more: int) -> bool:
         while self.live + more > self.budget:
             if not self._wait_or_reduce(at):
@@ -133,6 +143,9 @@ class Walk:
     def _wait_or_reduce(self, at: int) -> bool:
         if self.pending:
             self._wait_reduction(at)
+            return True
+        if self.finishing:
+            self._finish_reduction(at)
             return True
         return self._reduce_some(at)
 

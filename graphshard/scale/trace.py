@@ -142,7 +142,7 @@ class _Recorder(Engine):
                 module.__dict__[capture.SHARDS][name] = shard.marker_args()
 
     def trace(self, inputs: Sequence[Any], tensor_ranks: int, tensor_group: str) -> Traced:
-        if (reason := next(filter(None, (unit.unsupported() for unit in self._units)), None)) is not None:
+        if (reason := next(filter(None, (unit.unsupported() for unit in self.units)), None)) is not None:
             raise ValueError(f"model: {reason}, which is not compiled")
         self._prepare()
         if not self._shards:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from torch.autograd.profiler import profile
 
+from graphshard.compat_profiler import profiled_names
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 # c10d::_allgather_base_, c10d::allgather_into_tensor_coalesced_, c10d::_reduce_scatter_base_, c10d::allreduce_, ...
@@ -25,6 +27,6 @@ def count_launches() -> Iterator[dict[str, int]]:
     counts = dict.fromkeys(COLLECTIVES, 0)
     with profile(use_kineto=False) as profiler:
         yield counts
-    for event in profiler.function_events or ():
-        if found := _EVENT.match(event.name):
+    for name in profiled_names(profiler):
+        if found := _EVENT.match(name):
             counts[_NAMES[found[1].replace("_", "")]] += 1

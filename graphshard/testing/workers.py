@@ -42,6 +42,9 @@ START_TIMEOUT_S = 180.0
 # do.
 GRACE_S = 3.0
 EXIT_TIMEOUT_S = 5.0
+# The recorder holds the code of all that launched a collective, and Dynamo with it what it compiled: a pool's memory,
+# and the collector's time, would grow with every task.
+NO_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
 
 
 @dataclass
@@ -120,7 +123,7 @@ class WorkerPool:
         context = get_context("forkserver")
         # One process imports torch, each worker is its fork: before any thread was started, and ready at once.
         context.set_forkserver_preload([serve.__module__])
-        environment = worker_environment()
+        environment = {**NO_FLIGHT_RECORDER, **worker_environment()}
         # The fork server finds its imports by PYTHONPATH; the workers' own environment does not keep it.
         with exported({**environment, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):

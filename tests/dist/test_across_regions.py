@@ -339,3 +339,28 @@ def test_modules_to_prefetch_of_other_regions_are_launched(run: TrainingRun, reg
     train(run, model, models.sequences)
     if not run.is_reference:
         assert graphshard.report(model).fallbacks == []
+
+
+def ahead(memory_budget: int | None) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = graphshard.compile(
+        models.Decoder(layers=4), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit",
+        hardware="h100", memory_budget=memory_budget,
+    )  # fmt: skip
+    for index in range(3):
+        with traced() as events:
+            loss = loss_of(model, models.tokens(index, torch.distributed.get_rank()))
+        loss.backward()
+    assert not gathered(model)
+    early = events[: events.index("compute")].count("gather")
+    assert early == 2 if memory_budget is None else early > 2, events
+    return [p.grad.to_local() for p in model.parameters()], list(graphshard.report(model).notes)  # type: ignore[union-attr]
+
+
+def test_gathers_are_launched_further_ahead_where_the_budget_allows_it(two_ranks: WorkerPool) -> None:
+    for (near, said), (far, said_far) in zip(two_ranks.run(ahead, None), two_ranks.run(ahead, 10**9), strict=True):
+        assert not any("regions ahead" in line for line in said)
+        assert [line.partition(":")[0] for line in said_far if "regions ahead, within memory_budget" in line] == [
+            "forward of 'root' with gradients", "backward of 'root'",
+        ]  # fmt: skip
+        assert all(map(torch.equal, near, far))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import logging
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -43,6 +44,14 @@ def arguments() -> None:
         compile(models.Decoder(), mesh(), strategy="ddp")
     with refused(ValueError, "plan: got 'best'"):
         compile(models.Decoder(), mesh(), plan="best")
+    with refused(ValueError, "hardware: got 'h1000', want one of a100, b200, cpu-gloo, "):
+        compile(models.Decoder(), mesh(), hardware="h1000")
+    with refused(ValueError, r"memory_budget: got 0\.0, want bytes, .* or a share in \(0, 1\]"):
+        compile(models.Decoder(), mesh(), memory_budget=0.0)
+    with refused(TypeError, "memory_budget: got '8GB'"):
+        compile(models.Decoder(), mesh(), memory_budget="8GB")
+    with refused(ValueError, "memory_budget: got 100 with plan='fsdp2'"):
+        compile(models.Decoder(), mesh(), plan="fsdp2", memory_budget=100)
     with refused(ValueError, "regions: got 'layer'"):
         compile(models.Decoder(), mesh(), regions="layer")
     with refused(ValueError, r"units: got 'layers\.7'"):
@@ -193,6 +202,67 @@ def falls_back() -> None:
 
 def test_what_is_not_compiled_runs_in_eager_fsdp2_and_says_so(two_ranks: WorkerPool) -> None:
     two_ranks.run(falls_back)
+
+
+def small_budget() -> str:
+    model = graphshard.compile(models.Decoder(), mesh(), backend="aot_eager", memory_budget=1000)
+    with pytest.raises(ValueError) as caught:
+        model(*models.tokens(0, 0))
+    with graphshard.eager(model):  # nothing was lost
+        model(*models.tokens(0, 0)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return str(caught.value)
+
+
+def test_budget_below_any_plan_says_the_least_and_the_unit_on_every_rank(two_ranks: WorkerPool) -> None:
+    one, other = two_ranks.run(small_budget)
+    assert one == other
+    assert re.match(
+        r"memory_budget: got 1000 bytes for forward, want at least \d{5}: .*, where unit '.*' gathers \d+ bytes; "
+        r"memory_budget: got 1000 bytes for backward, want at least \d{5}: ",
+        one,
+    )
+
+
+# What the ranks say that they have -> arguments on the first and the second.
+OTHERS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("memory_budget as FSDP2", "memory_budget 1000000000"): ({}, {"memory_budget": 10**9}),
+    ("hardware cpu-gloo ", "hardware h100 "): ({}, {"hardware": "h100"}),
+    ("reshard_after_forward planned", "reshard_after_forward given"): ({}, {"reshard_after_forward": False}),
+    (", freed after forward: ", ", kept after forward: "): (
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+    ),
+    ("(16,) torch.float32,", "(16,) torch.float32 gathered as torch.bfloat16"): (
+        {},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    ),
+}
+
+
+def other_settings() -> list[str]:
+    odd = torch.distributed.get_rank() == 1
+    found = []
+    for options in OTHERS.values():
+        model = graphshard.compile(models.Decoder(layers=1), mesh(), backend="aot_eager", **options[odd])
+        with pytest.raises(graphshard.RanksDiffer) as caught:
+            model(*models.tokens(0, 0))
+        found.append(str(caught.value))
+        with pytest.raises(graphshard.RanksDiffer):  # again: nothing may run
+            model(*models.tokens(0, 0))
+    model = graphshard.compile(models.Decoder(layers=3 if odd else 2), mesh(), backend="aot_eager")
+    with pytest.raises(graphshard.RanksDiffer) as caught:
+        model(*models.tokens(0, 0))
+    return [*found, str(caught.value)]
+
+
+def test_ranks_with_other_settings_or_models_are_told_so_before_any_collective(two_ranks: WorkerPool) -> None:
+    for rank, lines in enumerate(two_ranks.run(other_settings)):
+        assert all("ranks differ in what their programs depend on" in line for line in lines)
+        for line, said in zip(lines, OTHERS, strict=False):
+            mine, other = said[rank], said[1 - rank]
+            assert re.search(rf"got '[^']*{re.escape(mine)}[^']*' on rank {rank} and '[^']*{re.escape(other)}", line)
+        assert "'the end'" in lines[-1] and "'unit layers.2, freed after forward: " in lines[-1]
 
 
 def bad_placements() -> None:

@@ -239,9 +239,9 @@ def regions_of(layers: int, **options: Any) -> tuple[int, dict[str, int]]:
 
 
 def count_regions() -> None:
-    assert regions_of(24, breaks=True) == (4, {})
-    assert regions_of(24, breaks=False) == (1, {})
-    regions, outside = regions_of(24, breaks=False, regions="unit")
+    assert regions_of(8, breaks=True) == (4, {})
+    assert regions_of(8, breaks=False) == (1, {})
+    regions, outside = regions_of(8, breaks=False, regions="unit")
     assert (regions, outside) == (4, {})  # embedding, block, norm, head
 
 

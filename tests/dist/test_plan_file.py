@@ -185,7 +185,7 @@ def test_stale_file_is_refused_on_every_rank(two_ranks: WorkerPool, tmp_path: Pa
     start, _, rest = first.partition("]: the program is not the one that was planned: ")
     assert start.startswith(f"plan file {path}: region 0 forward [")
     assert rest.startswith(CHANGES[changed])
-    assert first.endswith("Plan anew with plan='auto' and write it with graphshard.save_plan")
+    assert first.endswith("or plan anew with plan='auto' and write it with graphshard.save_plan")
     assert changed != "graph" or "parameters" not in first
 
 

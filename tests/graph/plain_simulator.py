@@ -101,6 +101,8 @@ def plain_peak_bytes(problem: Problem, schedule: Schedule) -> int:
             sent = alone and members[0].alone_in_us == 0.0
             if not sent:
                 lives.append((launch, wait - 1, wire))
+            if (number, "finish") in ticks:
+                lives.append((wait, ticks[number, "finish"], shards))
             for i in bucket.members:
                 reduction = problem.reductions[i]
                 born = op_tick[reduction.ready - 1] if reduction.ready else 0
@@ -119,7 +121,14 @@ def plain_peak_bytes(problem: Problem, schedule: Schedule) -> int:
             full = item.full_bytes if not alone else item.alone_out_bytes
             lives.append((wait, end, full) if copied_out else (launch, end, wire))
     last = len(problem.ops) - 1
+    frees = {  # ticks at which nothing is allocated
+        ticks[number, step]
+        for number, bucket in enumerate(schedule.buckets)
+        for step in ("wait", "finish")
+        if bucket.kind == "reduce" and (number, step) in ticks
+    }
     return max(
         problem.op_bytes[min(where[t], last)] + sum(size for first, end, size in lives if first <= t <= end)
         for t in range(tick)
+        if t not in frees
     )

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.explain.contents import time_parts
@@ -41,7 +41,6 @@ from tests.graph.planned_programs import (
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_memory_categories_sum_to_what_the_simulator_counts(seed: int) -> None:
     of = random_problem(seed)
@@ -61,7 +60,6 @@ def test_memory_categories_follow_a_parameter_and_its_gradient() -> None:
     assert [live.buffer_bytes // MIB for live in found] == [3, 3, 0, 4, 0]
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_parts_of_a_step_add_up_to_it(seed: int) -> None:
     program = planned(random_problem(seed))
@@ -70,7 +68,6 @@ def test_parts_of_a_step_add_up_to_it(seed: int) -> None:
     assert dict(parts)["waiting for collectives (exposed)"] == pytest.approx(program.simulation.exposed_us)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_waits_add_up_to_what_is_exposed(seed: int) -> None:
     program = planned(random_problem(seed))
@@ -82,7 +79,6 @@ def test_waits_add_up_to_what_is_exposed(seed: int) -> None:
     assert all("None" not in wait.why and wait.why.endswith(".") for wait in waits)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_memory_against_the_clock_has_the_same_peak(seed: int) -> None:
     program = planned(random_problem(seed))

@@ -38,7 +38,7 @@ predicted step    1.573 ms  1.19x the lower bound
 lower bound       1.320 ms  no schedule of this program is faster
 exposed           875.2 us  55.6 % of the step: the computation stands still for 5 of 7 waits
 group shard busy  1.240 ms  78.8 % of the step is a collective under way
-peak memory       21.0 MiB  at op2; within the budget of 24.0 MiB
+peak memory       23.0 MiB  before the end; within the budget of 24.0 MiB
 measured waits    341.5 us  predicted 210.0 us for the same 2 buckets
 
 Where the time goes
@@ -63,15 +63,15 @@ What the computation waits for
 
 Memory at its peak
   held by                         size   share
-  computation                 10.0 MiB  47.6 %
-  collective buffers           7.0 MiB  33.3 %
-  unreduced gradients          2.0 MiB   9.5 %
-  reduced gradients (shards)   2.0 MiB   9.5 %
+  computation                 11.0 MiB  47.8 %
+  collective buffers           6.0 MiB  26.1 %
+  reduced gradients (shards)   4.0 MiB  17.4 %
+  unreduced gradients          2.0 MiB   8.7 %
 
 Other schedules
   schedule   predicted  vs this plan      peak  what it is
   fsdp2       1.500 ms        0.954x  20.0 MiB  FSDP2's own: one bucket per unit, gathered one unit ahead
-  this plan   1.573 ms        1.000x  21.0 MiB
+  this plan   1.573 ms        1.000x  23.0 MiB
   other       3.000 ms         1.91x  90.0 MiB  over the budget
 
 Predicted beside measured

@@ -29,7 +29,7 @@ def threads(found: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str,
     return by_thread
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32))
 def test_trace_slices_of_a_thread_follow_one_another(seed: int) -> None:
     for slices in threads(events(planned(random_problem(seed)))).values():

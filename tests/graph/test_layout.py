@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("region",),
     ("states", "outside", "marked_graph", "prefetch"),
     ("holdings",),
-    ("unit_programs", "calls"),
+    ("unit_programs", "calls", "within_budget"),
     ("driver", "dispatch"),
     ("passes",),
     ("planned_programs",),
@@ -39,8 +39,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("liveness", "measuring", "halves"),
     ("ir",),
-    ("markers", "casts", "units", "report", "user_comms"),
-    ("plan_file",),
+    ("markers", "casts", "units", "report", "user_comms", "kernels"),
+    ("plan_file", "ranks_alike"),
     ("calibrate", "plan", "explain"),
     ("cost",),
     ("agreement",),
@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compat",
         "compat_store",
         "compat_fake",
+        "compat_profiler",
         "env",
         "errors",
         "settings",
@@ -62,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_store.py", "graphshard/compat_fake.py",
+    "graphshard/compat_store.py", "graphshard/compat_fake.py", "graphshard/compat_profiler.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.

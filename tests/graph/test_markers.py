@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.distributed import ReduceOp
@@ -37,13 +37,11 @@ SPECS = st.one_of(
 )
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(SPECS)
 def test_spec_survives_its_string(spec: ShardSpec) -> None:
     assert ShardSpec.parse(str(spec)) == spec
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(SPECS, SPECS)
 def test_spec_strings_differ_where_specs_do(one: ShardSpec, other: ShardSpec) -> None:
     assert (str(one) == str(other)) == (one == other)
@@ -62,7 +60,6 @@ def test_spec_counts_the_ranks_that_gradients_are_averaged_over() -> None:
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 9), st.integers(0, 2))
-@settings(deadline=None, derandomize=True, database=None)
 def test_padded_shape_is_the_least_that_divides(size: list[int], world_size: int, dim: int) -> None:
     dim = min(dim, len(size) - 1)
     padded = padded_shape(size, world_size, dim)

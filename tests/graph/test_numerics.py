@@ -34,7 +34,7 @@ from tests.graph.graphs import (
 )
 from tests.graph.lockstep import Groups, mesh_groups, run_ranks
 
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=40)
 
 DTYPES = st.sampled_from(
     [

@@ -263,6 +263,10 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "sizes": lambda c: outline(c)["members"][0].update(wire_bytes=1),
     "kept by a backward": lambda c: program(c).update(kept=["blocks.1"]),
     "program twice": lambda c: c["programs"].append(copy.deepcopy(program(c))),
+    "no program": lambda c: c["programs"].clear(),
+    "over its budget": lambda c: program(c).update(budget_bytes=1),
+    "below its bound": lambda c: program(c)["predicted"].update(lower_bound_us=1e6),
+    "exposed for longer than it takes": lambda c: program(c)["predicted"].update(exposed_us=1e6),
 }
 
 
@@ -327,5 +331,10 @@ no launch: programs[0]: schedule: bucket 0: want launch, wait, in this order
 hash: programs[0].outline_hash: got '0', want '897e43519f291d09', the hash of its outline
 sizes: programs[0].outline_hash: got '897e43519f291d09', want 'c3493b5656396b59', the hash of its outline
 kept by a backward: programs[0].kept: got ('blocks.1',), want null, as it is no forward
-program twice: programs: want each once, by region, direction, flags and hash""",
+program twice: programs: want each once, by region, direction, flags and hash
+no program: programs: got none, want at least one
+over its budget: programs[0].predicted.peak_bytes: got 19456, want 0 to 1, its budget_bytes
+below its bound: programs[0].predicted.lower_bound_us: got 1000000.0, want 0 to 337.56, its step_us
+exposed for longer than it takes: programs[0].predicted.exposed_us: got 1000000.0, want 0 to 337.56, its
+    step_us""",
     )

@@ -13,8 +13,11 @@ from problems import problems, stack
 
 from graphshard.planner import (
     Action,
+    Bucket,
     Problem,
+    Reduction,
     Schedule,
+    Transfer,
     check_schedule,
     fixed_size_schedule,
     fsdp2_schedule,
@@ -23,7 +26,7 @@ from graphshard.planner import (
     simulate,
 )
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=80)
 MAKERS = {
     "fsdp2": fsdp2_schedule,
     "per_parameter": per_parameter_schedule,
@@ -45,6 +48,17 @@ def test_simulation_equals_a_plain_one(problem: Problem, maker: str) -> None:
     found = simulate(problem, schedule)
     assert found.step_us == pytest.approx(plain_step_us(problem, schedule))
     assert found.peak_bytes == plain_peak_bytes(problem, schedule)
+
+
+def test_waits_in_front_of_a_large_op_make_room_for_it_together() -> None:
+    numbers, transfer = range(3), Transfer(0, ((10.0, 0.0),))
+    reductions = tuple(Reduction(f"w{i}", "u", 0, transfer, 1, 1, 1, 0) for i in numbers)
+    problem = Problem("backward", ("small", "large"), (1.0, 1.0), (0, 20), (), reductions, streams=("shards",))
+    steps = (*(Action(0, "launch", number) for number in numbers), *(Action(1, "wait", number) for number in numbers))
+    schedule = Schedule(tuple(Bucket("reduce", (number,)) for number in numbers), steps)
+    check_schedule(problem, schedule)
+    results = len(numbers)
+    assert simulate(problem, schedule).peak_bytes == plain_peak_bytes(problem, schedule) == 20 + results
 
 
 @quick

@@ -1,0 +1,354 @@
+"""A network in one process: collectives of `world_size` ranks whose peers mirror this one.
+
+    with Loopback(world_size=8, alpha_us=32.0, gb_s=361.0) as network:
+        mesh = init_device_mesh("cuda", (8,))        # FSDP2, DTensor, functional collectives, graphshard: as over NCCL
+
+A timing instrument. What is gathered is this rank's part, W times; what is reduced is the sum, or the mean, of W equal
+parts: the results of one step are right where all ranks hold the same, and nothing is trained. A collective takes
+`alpha_us` and its bytes at `gb_s`, one after the other, beside the computation: on CPU in a thread, on CUDA on a stream
+of its own, where a wait orders streams and never the host.
+
+Source: NCCL's one communication stream; time by latency and bandwidth, as in its own tests.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
+
+BACKEND = "loopback"
+# Longer than any collective that is worth pretending.
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is pretended.
+
+    Attributes:
+        alpha_us: latency of a collective.
+        gb_s: bus bandwidth: of the bytes that a rank sends, in GB/s.
+    """
+
+    alpha_us: float = 20.0
+    gb_s: float = 50.0
+
+    def us(self, sent_bytes: float) -> float:
+        """Of a collective in which each rank sends so much."""
+        return self.alpha_us + sent_bytes / (self.gb_s * 1e3)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective: its kind, the bytes that a rank sends, the time that it takes from its start."""
+
+    kind: str
+    sent_bytes: int
+    us: float
+
+
+class _Work(Work):
+    """Arrives when a thread says so."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._arrived = threading.Event()
+        self._future: Future[list[Tensor]] = Future()
+        self._outputs = outputs
+        self._error: BaseException | None = None
+
+    def arrive(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._arrived.set()
+        if error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._arrived.wait(timeout.total_seconds() or TIMEOUT_S):
+            raise TimeoutError("loopback: a collective did not arrive in time")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._arrived.is_set()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+
+class _StreamWork(Work):
+    """Arrives when a stream is done: a wait orders the current stream behind it."""
+
+    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event) -> None:
+        super().__init__()
+        self._done = done
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        torch.cuda.current_stream().wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future(devices=[self._outputs[0].device])
+        future.set_result(self._outputs)
+        return future
+
+
+class LoopbackGroup(dist.ProcessGroup):
+    """One process group. What c10d, the functional collectives and DTensor call, by the names of all torch versions.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        network: that is pretended.
+        launches: every collective is appended to it.
+    """
+
+    def __init__(self, rank: int, size: int, network: Network, launches: list[Launch]) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size = rank, size
+        self._network = network
+        self._launches = launches
+        self._names = {"name": "", "description": ""}
+        self._queue: queue.SimpleQueue[tuple[_Work, Callable[[], None], float] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    # -- names, as c10d asks for them
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._names["name"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._names["description"]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    # -- collectives
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], _: Any = None
+    ) -> Any:
+        def gather() -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                rows = output.view(self._size, -1)
+                if output.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+                    own = own.clone()  # FSDP2 gathers in place
+                rows.copy_(own.reshape(1, -1).expand_as(rows))
+
+        return self._launch("all_gather", outputs, inputs, gather, _num_bytes(outputs) * (self._size - 1) / self._size)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> Any:
+        times = self._times(options)
+
+        def reduce() -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                own = whole.reshape(self._size, -1)[self._rank].view_as(output)
+                output.copy_(own if times == 1 else own * times)
+
+        sent = _num_bytes(inputs) * (self._size - 1) / self._size
+        return self._launch("reduce_scatter", outputs, inputs, reduce, sent)
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        times = self._times(options)
+
+        def reduce() -> None:
+            for tensor in tensors:
+                if times != 1:
+                    tensor.mul_(times)
+
+        sent = 2 * _num_bytes(tensors) * (self._size - 1) / self._size
+        return self._launch("all_reduce", tensors, (), reduce, sent)
+
+    def broadcast(self, tensors: Sequence[Tensor], _: Any = None) -> Any:
+        return self._launch("broadcast", tensors, (), _nothing, _num_bytes(tensors))
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], _: Any = None) -> Any:
+        def scatter() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                output.copy_(parts[self._rank])
+
+        return self._launch("scatter", outputs, (), scatter, _num_bytes(outputs) * (self._size - 1))
+
+    def barrier(self, _: Any = None) -> Any:
+        return self._launch("barrier", (torch.empty(0),), (), _nothing, 0)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], _: Any = None) -> Any:
+        def gather() -> None:
+            for parts, own in zip(outputs, inputs, strict=True):
+                for part in parts:
+                    part.copy_(own)
+
+        flat = [part for parts in outputs for part in parts]
+        return self._launch("all_gather", flat, inputs, gather, _num_bytes(inputs) * (self._size - 1))
+
+    def _allgather_base(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [own], options)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [whole], options)
+
+    # Names since torch 2.13.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_gather_single = _allgather_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    allreduce_coalesced = allreduce
+
+    def _times(self, options: Any) -> int:
+        op = dist.ReduceOp.SUM if options is None else options.reduceOp
+        if op == dist.ReduceOp.SUM:
+            return self._size
+        if op == dist.ReduceOp.AVG or op == dist.ReduceOp.MAX or op == dist.ReduceOp.MIN:
+            return 1  # of equal parts
+        raise NotImplementedError(f"loopback: got {op}, want SUM, AVG, MAX or MIN")
+
+    # -- time
+
+    def _launch(
+        self,
+        kind: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        move: Callable[[], None],
+        sent_bytes: float,
+    ) -> Any:
+        us = self._network.us(sent_bytes)
+        self._launches.append(Launch(kind, int(sent_bytes), us))
+        if outputs[0].is_cuda:
+            return self._launch_on_stream(list(outputs), inputs, move, us)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="loopback")
+            self._thread.start()
+        work = _Work(list(outputs))
+        self._queue.put((work, move, us))
+        return work
+
+    def _serve(self) -> None:
+        """One collective after the other, as on one communication stream."""
+        while (item := self._queue.get()) is not None:
+            work, move, us = item
+            end_s = time.perf_counter() + us / 1e6
+            try:
+                with torch.no_grad():
+                    move()
+                time.sleep(max(0.0, end_s - time.perf_counter()))
+            except BaseException as error:  # a waiter must not hang
+                work.arrive(error)
+            else:
+                work.arrive()
+
+    def _launch_on_stream(
+        self, outputs: list[Tensor], inputs: Sequence[Tensor], move: Callable[[], None], us: float
+    ) -> _StreamWork:
+        from bench import hold_stream  # needs Triton
+
+        device = outputs[0].device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            begun = hold_stream.mark(device)
+            move()
+            hold_stream.hold(begun, us)
+            done = torch.cuda.Event()
+            done.record()
+        for tensor in (*outputs, *inputs):
+            tensor.record_stream(self._stream)
+        return _StreamWork(outputs, done)
+
+    def shutdown(self) -> None:
+        """Ends the thread, behind what is launched."""
+        self._queue.put(None)
+
+
+class Loopback:
+    """The default process group, pretended, while a `with` lasts.
+
+    Args:
+        world_size: number of ranks.
+        alpha_us, gb_s: of the network.
+        rank: this one.
+
+    Attributes:
+        launches: every collective of every group, in order.
+    """
+
+    def __init__(self, world_size: int, alpha_us: float = 20.0, gb_s: float = 50.0, rank: int = 0) -> None:
+        self.launches: list[Launch] = []
+        self._world_size, self._rank = world_size, rank
+        self._network = Network(alpha_us, gb_s)
+        self._groups: list[LoopbackGroup] = []
+
+    def __enter__(self) -> Self:
+        _current.append(self)
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(BACKEND, rank=self._rank, world_size=self._world_size, store=store)
+        return self
+
+    def group(self, rank: int, size: int) -> LoopbackGroup:
+        """A new group on this network."""
+        self._groups.append(LoopbackGroup(rank, size, self._network, self.launches))
+        return self._groups[-1]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        dist.destroy_process_group()
+        for group in self._groups:
+            group.shutdown()
+        _current.remove(self)
+
+
+# c10d calls the backend's constructor, which learns here what to pretend.
+_current: list[Loopback] = []
+
+
+def _create(options: Any, _: Any = None) -> LoopbackGroup:
+    return _current[-1].group(options.group_rank, options.group_size)
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,87 @@
+"""Lowers programs within their memory budget, which counts on the final graph, not on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch.fx import GraphModule
+
+from graphshard import driver, env, verify
+from graphshard.driver import Lowered
+from graphshard.errors import VerifyError
+from graphshard.ir import PassContext
+from graphshard.liveness import peak_bytes
+from graphshard.plan import Decision
+from graphshard.planner import BudgetTooSmall
+from graphshard.planning import RegionPlanning
+
+# What a graph allocates above what was foretold is taken off the budget so often.
+_TRIES = 4
+
+
+def lower_within_budget(
+    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning | None, flags: str
+) -> tuple[Lowered, Decision | None]:
+    """Makes one program of a marked graph, as `driver.lower` does, and what was decided for it.
+
+    Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
+    help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then.
+
+    Args:
+        gm: graph with markers.
+        ctx: its parameters and flags.
+        title: of the dumps.
+        planner: of the region; None: nothing is planned.
+        flags: text of the program's flags, by which a stored plan is found.
+
+    Raises:
+        BudgetTooSmall: `memory_budget` does not suffice.
+        VerifyError: a pass breaks an invariant, or, at level 2, a stored plan does not keep its budget.
+    """
+    if planner is None:
+        return driver.lower(gm, ctx, title), None
+    latest: Decision | None = None
+    least = short_bytes = 0
+    for _ in range(_TRIES):
+        planner.forget()  # a program without collectives is not planned
+        planned = replace(ctx, planner=partial(planner, flags=flags, short_bytes=short_bytes))
+        try:
+            lowered = driver.lower(gm, planned, title)
+        except BudgetTooSmall:
+            if latest is None:
+                raise
+            break
+        latest = planner.latest
+        if latest is None or not planner.chooses:
+            return lowered, latest
+        peak = peak_bytes(lowered.gm.graph, ctx)
+        if peak <= latest.budget_bytes:
+            return lowered, latest
+        if planner.replayed:
+            _check_stored(lowered, ctx, planner, latest)
+            return lowered, latest
+        least = min(least or peak, peak)
+        short_bytes += peak - latest.budget_bytes
+    assert latest is not None
+    if planner.budget_is_asked:
+        raise BudgetTooSmall(
+            f"memory_budget: got {latest.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is what "
+            f"{title} allocates"
+        )
+    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
+    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
+    assert planner.latest is not None
+    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
+    return lowered, replace(planner.latest, budget_bytes=needed)
+
+
+def _check_stored(lowered: Lowered, ctx: PassContext, planner: RegionPlanning, decision: Decision) -> None:
+    """S2 for a plan that is replayed as it is."""
+    if level := env.verify_level():
+        try:
+            verify.check_budget(lowered.gm.graph, ctx, decision.budget_bytes)
+        except VerifyError as error:
+            if level > 1:
+                raise
+            planner.note(f"{error}, as the plan's budget says")

@@ -1,0 +1,94 @@
+"""The pretended network serves eager FSDP2, DTensor, functional collectives and graphshard, and takes its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import graphshard
+from bench.loopback import Loopback, Network
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # names of torch 2.11 and 2.12
+
+RANKS = 4
+ALPHA_US = 20_000.0
+
+
+@pytest.fixture
+def network() -> Iterator[Loopback]:
+    with Loopback(RANKS, alpha_us=ALPHA_US) as network:
+        yield network
+
+
+def test_time_is_latency_and_bytes_over_bandwidth() -> None:
+    assert Network(32.0, 361.0).us(361e6) == pytest.approx(1032.0)
+
+
+def test_collective_arrives_behind_its_time_and_not_before(network: Loopback) -> None:
+    start_s = time.perf_counter()
+    launched: Any = torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(3), RANKS, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    assert time.perf_counter() - start_s < ALPHA_US / 2e6
+    gathered = torch.ops._c10d_functional.wait_tensor(launched)
+    assert time.perf_counter() - start_s >= ALPHA_US / 1e6
+    assert torch.equal(gathered, torch.ones(3 * RANKS))
+    (launch,) = network.launches
+    assert (launch.kind, launch.sent_bytes) == ("all_gather", 3 * 4 * (RANKS - 1))
+
+
+def test_peers_mirror_this_rank(network: Loopback) -> None:
+    group = dist.group.WORLD
+    x = torch.arange(8.0)
+    assert torch.equal(functional.all_gather_tensor(x, 0, group), x.repeat(RANKS))
+    assert torch.equal(functional.reduce_scatter_tensor(x, "sum", 0, group), x[:2] * RANKS)
+    assert torch.equal(functional.reduce_scatter_tensor(x, "avg", 0, group), x[:2])
+    assert torch.equal(functional.all_reduce(x, "sum", group), x * RANKS)
+    dist.all_reduce(summed := x.clone())
+    assert torch.equal(summed, x * RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal(sharded.redistribute(placements=[Replicate()]).to_local(), x[:2].repeat(RANKS))
+
+
+def losses(model: Any, network: Loopback) -> tuple[list[Tensor], list[str]]:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        network.launches.clear()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found, sorted(launch.kind for launch in network.launches if launch.sent_bytes)
+
+
+def test_eager_fsdp2_and_graphshard_meet_the_same_network() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    with Loopback(RANKS, alpha_us=10.0) as network:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        eager = build()
+        for layer in eager:  # type: ignore[attr-defined]
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(eager, mesh=mesh, reshard_after_forward=False)
+        want = losses(eager, network)
+        units = [f"{i}" for i in range(3)]
+        model = graphshard.compile(
+            build(), mesh, backend="aot_eager", plan="fsdp2", units=units, reshard_after_forward=False
+        )
+        got = losses(model, network)
+    assert want[1] == got[1] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
+    assert all(map(torch.equal, got[0], want[0]))

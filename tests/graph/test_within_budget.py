@@ -1,0 +1,66 @@
+"""A program's budget counts on the final graph: what it allocates there is planned again, or said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from graphshard.cost import HARDWARE, CostModel, GroupShape
+from graphshard.driver import after_lowering
+from graphshard.extraction import Scene
+from graphshard.ir import aten, output_node
+from graphshard.liveness import peak_bytes
+from graphshard.plan import Decision
+from graphshard.planner import BudgetTooSmall, fsdp2_schedule, simulate
+from graphshard.planning import Planning, RegionPlanning
+from graphshard.within_budget import lower_within_budget
+from tests.graph.graphs import toy_forward, toy_weights
+
+SCENE = Scene(CostModel(HARDWARE["h100"]), lambda name: GroupShape(4, 1))
+
+
+def unforeseen(num_bytes: int) -> Callable[[GraphModule, str], None]:
+    """Adds an allocation that lives as long as the program."""
+
+    def add(gm: GraphModule, direction: str) -> None:
+        first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+        with gm.graph.inserting_before(first):
+            node = gm.graph.call_function(aten.new_zeros.default, (first.all_input_nodes[0], [num_bytes // 4]))
+        node.meta["val"] = torch.empty(num_bytes // 4, device="meta")
+        with gm.graph.inserting_before(output_node(gm.graph)):
+            gm.graph.call_function(aten.clone.default, (node,)).meta["val"] = torch.empty(0, device="meta")
+
+    return add
+
+
+def lowered(budget_bytes: int | None, unforeseen_bytes: int) -> tuple[int, Decision]:
+    marked = toy_forward(toy_weights(6))
+    planner = RegionPlanning(Planning(SCENE, budget_bytes=budget_bytes))
+    with after_lowering(unforeseen(unforeseen_bytes)):
+        program, decision = lower_within_budget(marked.gm, marked.ctx, "test", planner, "default")
+    assert decision is not None
+    return peak_bytes(program.gm.graph, marked.ctx), decision
+
+
+def test_what_the_graph_allocates_above_the_plan_is_planned_again() -> None:
+    at_ease, easy = lowered(10**6, 4)
+    peak, decision = lowered(at_ease, 400)
+    assert peak <= decision.budget_bytes == at_ease
+    assert decision.choice.simulation.peak_bytes < easy.choice.simulation.peak_bytes
+
+
+def test_a_budget_that_was_asked_for_and_is_not_kept_is_an_error() -> None:
+    with pytest.raises(
+        BudgetTooSmall, match=r"memory_budget: got 200000 bytes for forward, want at least \d{6}: .* test"
+    ):
+        lowered(200_000, 2**18)
+
+
+def test_without_a_budget_it_is_what_fsdp2s_schedule_allocates() -> None:
+    peak, decision = lowered(None, 2**18)
+    assert decision.choice.name == "fsdp2"
+    assert decision.choice.simulation == simulate(decision.problem, fsdp2_schedule(decision.problem))
+    assert peak == decision.budget_bytes > 2**18
