@@ -74,6 +74,9 @@ def measure(model: nn.Module) -> Iterator[None]:
         ValueError: `model` is not compiled.
         RuntimeError: a profiler runs around it, or another `measure`.
     """
-    need_engine(model, "graphshard.measure")
+    engine = need_engine(model, "graphshard.measure")
     with measured_programs():
-        yield
+        try:
+            yield
+        finally:  # torch's profiler crashes when it stops while a thread of gloo still runs a collective
+            engine.holdings.settle()

@@ -102,6 +102,11 @@ class Holdings:
             if not ahead:
                 self.finish([unit])
 
+    def settle(self) -> None:
+        """Waits until no gather is on its way; who needs one still finds it."""
+        for found in self._gathers.values():
+            found.settle()
+
     def drop_ahead(self) -> None:
         """Frees what was launched ahead and not needed."""
         for unit in [unit for unit, found in self._gathers.items() if found.ahead]:

@@ -17,11 +17,12 @@ from torch.fx import Graph
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphshard.compat_profiler import profiler_active
+from graphshard.gather_outputs import GATHER_INTO
 from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
 from graphshard.report import ProgramRecord
 
 _PREFIX = "graphshard::program "
-_EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, WAIT)}
+_EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, GATHER_INTO, WAIT)}
 _measured: ContextVar[dict[str, ProgramRecord] | None] = ContextVar("measured", default=None)
 _numbers = itertools.count()
 

@@ -21,6 +21,7 @@ from graphshard.compat import CompileState, boxed, generated_code, hide_results
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
+from graphshard.gather_outputs import with_gather_outputs
 from graphshard.holdings import Holdings
 from graphshard.ir import (
     Direction,
@@ -211,13 +212,14 @@ class Region:
         if self.engine.planning is not None:
             self.engine.planning.agree()
         lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named)
-        inputs = _inputs(graph, lowered.gm)
+        runnable = with_gather_outputs(lowered.gm)
+        inputs = _inputs(graph, runnable)
         start = time.perf_counter()
         if late:
             with graph.state.resumed():
-                run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
+                run = self._compile_graph(runnable, inputs, graph.kwargs)
         else:
-            run = self._compile_graph(lowered.gm, inputs, graph.kwargs)
+            run = self._compile_graph(runnable, inputs, graph.kwargs)
             hide_results(len(flags.kept) + len(flags.resharded))
         compile_s = time.perf_counter() - start
         record = ProgramRecord(

@@ -19,8 +19,9 @@ from graphshard import driver
 from graphshard.compat import fake_tensors
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
 from graphshard.fsdp2 import Unit
+from graphshard.gather_outputs import with_gather_outputs
 from graphshard.halves import Half, cut_at_wait
-from graphshard.ir import Direction, PassContext, launch_counts
+from graphshard.ir import WAIT, Direction, PassContext, launch_counts
 from graphshard.kernels import fuses_on
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.printer import format_graph
@@ -61,6 +62,12 @@ class Gather:
         """The gathered parameters."""
         full: Sequence[Tensor] = self._finish(self._crossing)
         return full
+
+    def settle(self) -> None:
+        """Waits until the collective is over; `wait` has to be called all the same."""
+        for value in self._crossing:
+            if isinstance(value, Tensor):
+                WAIT(value)
 
     def is_outdated(self) -> bool:
         """Whether a parameter was written since the launch."""
@@ -182,7 +189,7 @@ class UnitPrograms:
             ir=format_graph(lowered.graph),
         )
         self._report.programs.append(record)
-        return UnitProgram(*cut_at_wait(lowered), record)
+        return UnitProgram(*cut_at_wait(with_gather_outputs(lowered)), record)
 
 
 def _held(shard: Shard) -> Tensor:

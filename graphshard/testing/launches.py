@@ -23,7 +23,11 @@ _NAMES = {name.replace("_", ""): name for name in COLLECTIVES}
 
 @contextmanager
 def count_launches() -> Iterator[dict[str, int]]:
-    """Counts launches on this rank; the dict that it yields is filled at the end, with each of `COLLECTIVES`."""
+    """Counts launches on this rank; the dict that it yields is filled at the end, with each of `COLLECTIVES`.
+
+    What is launched inside must be awaited inside: torch's profiler records what the threads of gloo do, and crashes
+    when it stops before they have.
+    """
     counts = dict.fromkeys(COLLECTIVES, 0)
     with profile(use_kineto=False) as profiler:
         yield counts

@@ -14,6 +14,7 @@ from graphshard.testing import WorkerPool
 
 EVENTS = {
     "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather",  # see graphshard/gather_outputs.py
     "reduce_scatter_tensor": "scatter",
     "wait_tensor": "wait",
     "addmm": "compute",

@@ -54,12 +54,12 @@ def test_unshard_registers_whole_parameters_and_forward_uses_them(run: TrainingR
     for index in range(3):
         with run.counted(f"unshard {index}"):
             handles = [unit.unshard(async_op=async_op) for unit in units_of(model)[:2]]
-        run.note_registration(f"step {index}, launched", model)
-        for handle in handles:
-            assert isinstance(handle, UnshardHandle) if async_op else handle is None
-            if handle is not None:
-                handle.wait()
-                handle.wait()  # a second wait does nothing
+            run.note_registration(f"step {index}, launched", model)
+            for handle in handles:
+                assert isinstance(handle, UnshardHandle) if async_op else handle is None
+                if handle is not None:
+                    handle.wait()
+                    handle.wait()  # a second wait does nothing
         run.note_registration(f"step {index}, arrived", model)
         check_counts(run, all_gather=2, reduce_scatter=0)
         with run.counted(f"step {index}") if index else nullcontext():
