@@ -85,9 +85,13 @@ TRAINED: dict[str, Sizes] = {
 }
 
 
-# Of `bench.regions`: few and many equal blocks.
-FEW_BLOCKS, MANY_BLOCKS = "d256_L2", "d256_L24"
-EQUAL_BLOCKS: dict[str, Sizes] = {FEW_BLOCKS: _stack(256, 2, 4, 64), MANY_BLOCKS: _stack(256, 24, 4, 64)}
+# Of `bench.regions`: few and many equal blocks, of each width.
+WIDTHS, FEW_BLOCKS, MANY_BLOCKS = (256, 512), 2, 24
+EQUAL_BLOCKS: dict[str, Sizes] = {
+    f"d{dim}_L{num_layers}": _stack(dim, num_layers, 4, 64)
+    for dim in WIDTHS
+    for num_layers in (FEW_BLOCKS, MANY_BLOCKS)
+}
 
 
 def sizes_of(name: str) -> Sizes:

@@ -1,4 +1,4 @@
-"""What `regions="unit"` saves and costs on equal blocks: `python -m bench.regions [--runs N] [--rounds N]`.
+"""What `regions="unit"` saves and costs on equal blocks: `python -m bench.regions [--width N] [--runs N] [--rounds N]`.
 
 Prints the first step, compilation included, of a decoder of many equal blocks beside that of few, and its later steps
 beside those of the whole graph, on 2 gloo ranks. The exit status is 0 whatever the numbers are.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from bench.machine import Machine
-from bench.models import FEW_BLOCKS, MANY_BLOCKS
+from bench.models import FEW_BLOCKS, MANY_BLOCKS, WIDTHS
 from bench.overhead import say, say_progress
 from bench.systems import System
 from bench.tables import align, machine_lines
@@ -26,6 +26,7 @@ HEADER = ("plan", "regions", "first step s", "to few blocks", "step ms", "quarti
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="bench.regions", description="equal blocks as regions of their own")
+    parser.add_argument("--width", type=int, choices=WIDTHS, default=WIDTHS[0], help=f"of the blocks; {WIDTHS[0]}")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"steps of each turn; {RUNS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of each system; {ROUNDS}")
     options = parser.parse_args()
@@ -33,12 +34,13 @@ def main() -> None:
         parser.error("--runs, --rounds: want at least 1 of each and 2 steps, for quartiles")
     machine = Machine.this()
     compared = (*WHOLE, *PER_UNIT)
-    few = train(FEW_BLOCKS, compared, NUM_RANKS, 1, 1, say_progress)
-    many = train(MANY_BLOCKS, compared, NUM_RANKS, options.runs, options.rounds, say_progress)
+    few_blocks, many_blocks = (f"d{options.width}_L{number}" for number in (FEW_BLOCKS, MANY_BLOCKS))
+    few = train(few_blocks, compared, NUM_RANKS, 1, 1, say_progress)
+    many = train(many_blocks, compared, NUM_RANKS, options.runs, options.rounds, say_progress)
     want_norms = many[compared[0]].first[0].grad_norms
-    check_training([check_row(MANY_BLOCKS, system, m.first, m.turns, want_norms) for system, m in many.items()])
+    check_training([check_row(many_blocks, system, m.first, m.turns, want_norms) for system, m in many.items()])
     rows = training_rows(
-        MANY_BLOCKS,
+        many_blocks,
         {system: m.first for system, m in many.items()},
         {system: m.turns for system, m in many.items()},
     )
@@ -58,7 +60,7 @@ def main() -> None:
             )
         )
     steps = options.runs * options.rounds
-    say(*machine_lines(machine), f"{MANY_BLOCKS}, beside {FEW_BLOCKS}: {NUM_RANKS} ranks, {steps} steps of each")
+    say(*machine_lines(machine), f"{many_blocks}, beside {few_blocks}: {NUM_RANKS} ranks, {steps} steps of each")
     say(*align(HEADER, table))
 
 

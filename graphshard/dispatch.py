@@ -71,6 +71,11 @@ class Binding:
         self._in_order: dict[str, list[tuple[Unit, tuple[Shard, ...]]]] = {}
         self._overlaps: weakref.WeakKeyDictionary[Binding, frozenset[Shard]] = weakref.WeakKeyDictionary()
 
+    @property
+    def device(self) -> torch.device | None:
+        """Of the shards; None if there are none."""
+        return self.units[0].device if self.units else None
+
     def in_order(self, part: str, slots: Sequence[int]) -> list[tuple[Unit, tuple[Shard, ...]]]:
         """Units in the order of their first slot in `slots`, and their shards in `slots`. `part`: of the graph."""
         if (found := self._in_order.get(part)) is None:

@@ -28,6 +28,7 @@ from graphshard.ir import (
     unshards,
     val,
 )
+from graphshard.kernels import can_copy
 from graphshard.liveness import Allocation, allocations_of, bytes_of, held_by_caller, lifetimes, live_bytes
 from graphshard.markers import UNSHARD, padded_shape, reduce_ops
 from graphshard.planner import Gather, OwnCollective, Problem, Reduction, Transfer
@@ -147,9 +148,11 @@ class _Extraction:
         wire_bytes = math.prod(padded_shape(spec.size, spec.world_size, spec.dim)) * spec.dtype.itemsize
         shard_bytes = wire_bytes // spec.world_size
         casts = val(source).dtype != spec.dtype or bool(spec.device)
-        copy_in_us = self.cost.copy_us(val(source).nbytes + shard_bytes, 1)
+        fused = self.ctx.fuses and can_copy(val(source).dtype, spec.dtype)
+        copy_in_us = self._copy_us(val(source).nbytes + shard_bytes, fused)
         permutes = spec.dim > 0
-        copy_out_us = self.cost.copy_us(2 * full_bytes * (2 if permutes else 1), 1)
+        alone_out_us = self.cost.copy_us(4 * full_bytes, 1) if permutes else 0.0
+        copy_out_us = self._copy_us(2 * full_bytes * (2 if permutes and not fused else 1), fused)
         uses = [self.place[user] for user in node.users if user.op != "output"]
         stays = any(user.op == "output" for user in self._readers(node))
         return Gather(
@@ -164,11 +167,11 @@ class _Extraction:
             ready=0 if source.op == "placeholder" else self.place[source] + 1,
             copy_in_us=copy_in_us,
             copy_out_us=copy_out_us,
-            alone_in_us=copy_in_us if casts else 0.0,
-            alone_out_us=copy_out_us if permutes else 0.0,
+            alone_in_us=self.cost.copy_us(val(source).nbytes + shard_bytes, 1) if casts else 0.0,
+            alone_out_us=alone_out_us,
             alone_out_bytes=full_bytes if permutes else 0,
             shard_bytes=shard_bytes,
-            scratch_bytes=shard_bytes if casts else 0,
+            scratch_bytes=shard_bytes if casts and not fused else 0,
         )
 
     def _reduction(self, name: str, node: Node) -> Reduction:
@@ -180,17 +183,18 @@ class _Extraction:
         wire_bytes = math.prod(size) * spec.reduce_dtype.itemsize
         shard_bytes = wire_bytes // spec.world_size
         ops = reduce_ops(spec.reduce_dtype, spec.world_size, spec.replicas, settings.divide_factor, settings.force_sum)
+        scales = ops.premultiply is not None or ops.predivide is not None
         # Each makes a copy of its own: padding, shards in rank order, a cast, a scale.
         changes_in = sum(
             (
                 size != tuple(spec.size),
                 spec.dim > 0,
                 val(grad).dtype != spec.reduce_dtype,
-                ops.premultiply is not None or ops.predivide is not None,
+                scales,
             )
         )
-        as_it_is = changes_in == 0
-        copy_in_us = self.cost.copy_us(val(grad).nbytes + wire_bytes, 1)
+        fused = self.ctx.fuses and can_copy(val(grad).dtype, spec.reduce_dtype, scales)
+        copy_in_us = self._copy_us(val(grad).nbytes + wire_bytes, fused)
         changes = ops.postdivide is not None or val(node).dtype != spec.reduce_dtype
         copy_out_us = self.cost.copy_us(2 * shard_bytes, 1) if changes else 0.0
         copied = spec.replicas > 1 and settings.all_reduce
@@ -212,10 +216,14 @@ class _Extraction:
             ready=self.place[grad] + 1,
             copy_in_us=copy_in_us,
             copy_out_us=copy_out_us,
-            alone_in_us=0.0 if as_it_is else copy_in_us,
+            alone_in_us=self.cost.copy_us(val(grad).nbytes + wire_bytes, 1) if changes_in else 0.0,
             alone_out_us=copy_out_us,
-            scratch_bytes=wire_bytes * min(2, changes_in),
+            scratch_bytes=wire_bytes * min(1 if fused else 2, changes_in),
         )
+
+    def _copy_us(self, num_bytes: int, fused: bool) -> float:
+        """Of one tensor's part of a bucket: a fused copy has one kernel for all of them, which is as good as none."""
+        return self.cost.copy_us(num_bytes, 0 if fused else 1)
 
     def _own(self) -> list[OwnCollective]:
         """The model's own collectives, with places in the graph for positions."""

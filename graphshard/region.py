@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -161,7 +162,8 @@ class Region:
         names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
         shards = {name: self._positions[self._names[name]]() for name in names}
         params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
-        return PassContext(direction, params, usual_flags(direction, binding))
+        fuses = fuses_on(binding.device, self.engine.report.say_once)
+        return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
 
     def _problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
         """What there would be to plan of a graph that gathers and reduces everything."""
@@ -207,19 +209,15 @@ class Region:
         title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
         text = f"{graph.part} {flags}".lstrip()
         named = program_flags(text, self.engine.name)
-        fuses = bool(binding.units) and fuses_on(binding.units[0].device, self.engine.report.say_once)
-        ctx = PassContext(graph.direction, params, flags, fuses=fuses)
+        ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
         if self.engine.planning is not None:
             self.engine.planning.agree()
         lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named)
         runnable = with_gather_outputs(lowered.gm)
-        inputs = _inputs(graph, runnable)
         start = time.perf_counter()
-        if late:
-            with graph.state.resumed():
-                run = self._compile_graph(runnable, inputs, graph.kwargs)
-        else:
-            run = self._compile_graph(runnable, inputs, graph.kwargs)
+        with graph.state.resumed() if late else nullcontext():
+            run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
+        if not late:
             hide_results(len(flags.kept) + len(flags.resharded))
         compile_s = time.perf_counter() - start
         record = ProgramRecord(

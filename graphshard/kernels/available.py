@@ -42,9 +42,9 @@ def why_unfused(device: torch.device) -> str | None:
     return None
 
 
-def fuses_on(device: torch.device, say: Callable[[str], object]) -> bool:
+def fuses_on(device: torch.device | None, say: Callable[[str], object]) -> bool:
     """Whether the copies of a program on `device` are fused. On accelerators, `say` is told why not."""
-    if device.type == "cpu":  # nothing to gain
+    if device is None or device.type == "cpu":  # nothing to gain
         return False
     if (why := why_unfused(device)) is not None:
         say(why)

@@ -1,4 +1,4 @@
-"""All-gathers of programs that run on CPU write into outputs made for them."""
+"""All-gathers over gloo write into outputs made for them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from graphshard.printer import format_graph
 from tests.graph.graphs import BF16, toy_forward, toy_weights
 
 
+def always(group_name: str) -> bool:
+    return True
+
+
 def lowered(world_size: int) -> GraphModule:
     marked = toy_forward(toy_weights(1, world_size=world_size, param_dtype=BF16))
     return driver.lower(marked.gm, marked.ctx, "test").gm
@@ -28,7 +32,7 @@ def targets(gm: GraphModule) -> list[object]:
 def test_each_gather_gets_an_output_and_nothing_else_changes() -> None:
     gm = lowered(2)
     before = format_graph(gm.graph)
-    runnable = with_gather_outputs(gm)
+    runnable = with_gather_outputs(gm, always)
     assert format_graph(gm.graph) == before
     assert ALL_GATHER not in targets(runnable)
     changed = [line for line in format_graph(runnable.graph).splitlines() if line not in before.splitlines()]
@@ -51,9 +55,11 @@ def gather_of(value: Tensor) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def test_other_devices_and_symbolic_sizes_stay() -> None:
+def test_other_devices_backends_and_symbolic_sizes_stay() -> None:
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(4))
     for value in (torch.empty(4, device="meta"), symbolic):
         gm = gather_of(value)
-        assert with_gather_outputs(gm) is gm
-    assert GATHER_INTO in targets(with_gather_outputs(gather_of(torch.empty(4))))
+        assert with_gather_outputs(gm, always) is gm
+    gm = gather_of(torch.empty(4))
+    assert with_gather_outputs(gm, lambda name: name != "0") is gm
+    assert GATHER_INTO in targets(with_gather_outputs(gm, always))

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("liveness", "measuring", "halves"),
+    ("gather_outputs",),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms", "kernels"),
     ("plan_file", "ranks_alike"),

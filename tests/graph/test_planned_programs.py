@@ -95,7 +95,7 @@ def test_any_schedule_gives_the_same_results_in_its_order_and_bytes(
     data: st.DataObject, layout: dict[str, Any], which: int, fuses: bool
 ) -> None:
     marked, arguments = toys(layout)[which]
-    problem = extract_problem(marked.graph, marked.ctx, SCENE)
+    problem = extract_problem(marked.graph, replace(marked.ctx, fuses=fuses), SCENE)
     schedule = data.draw(schedules(problem))
     check_schedule(problem, schedule)
     planned = lowered(marked, schedule, fuses)
