@@ -44,6 +44,8 @@ INDUCTOR_PATCHES: dict[str, Any] = {
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
 }
+if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # since torch 2.15, on
+    INDUCTOR_PATCHES["aten_distributed_optimizations.enable_simple_overlap"] = False
 
 # Larger than any id that activation checkpointing gives to its regions.
 _RESHARD_REGION_ID = 10**6
@@ -287,21 +289,6 @@ def compile_graph_inductor(
     """Inductor's code for one lowered graph."""
     compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
     return compiled
-
-
-def keep_strides(output: Node, count: int) -> None:
-    """Makes Inductor lay the last `count` results of a graph out as their fake values are: it is free to choose."""
-    results = len(output.args[0])  # type: ignore[arg-type]
-    visible = list(output.meta.get("user_visible_output_idxs", ()))
-    output.meta["user_visible_output_idxs"] = [*visible, *range(results - count, results)]
-
-
-def hide_results(count: int) -> None:
-    """Keeps the last `count` results of the graph just compiled from AOTAutograd, which takes strides from the end."""
-    context = TracingContext.try_get()
-    strides = None if context is None else context.output_strides
-    if count and strides:
-        del strides[-count:]
 
 
 def generated_code(compiled: object) -> str | None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard.calls import Backward, Calls
-from graphshard.compat import CompileState, boxed, generated_code, hide_results
+from graphshard.compat import CompileState, boxed, generated_code
+from graphshard.compat_results import hide_results
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
@@ -213,8 +214,7 @@ class Region:
         if self.engine.planning is not None:
             self.engine.planning.agree()
         lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named)
-        runnable = with_gather_outputs(lowered.gm)
-        start = time.perf_counter()
+        start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late else nullcontext():
             run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
         if not late:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.compat import keep_strides
+from graphshard.compat_results import keep_strides
 from graphshard.emit_reduction import rows_of
 from graphshard.ir import (
     Builder,

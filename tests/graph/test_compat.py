@@ -14,6 +14,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from graphshard import compat
 from graphshard.backend import Partitioner
+from graphshard.compat_results import keep_strides
 
 
 @pytest.mark.parametrize(("version", "supported"), [("2.10.2", 0), ("2.11.0", 1), ("2.15.1+cpu", 1), ("2.16.0a0", 0)])
@@ -143,6 +144,17 @@ def test_static_tensors_keep_their_sizes_out_of_symbols() -> None:
         compat.keep_static(x)
         compiled(x)
     assert sizes == [[int]] * 3
+
+
+def test_results_behind_the_recorded_ones_keep_their_strides() -> None:
+    gm = symbolic_trace(lambda x: (x, x + 1, x + 2))
+    for node in gm.graph.nodes:
+        node.meta["val"] = torch.empty(3, 2).t()
+    (output,) = gm.graph.find_nodes(op="output")
+    output.meta["original_output_strides"] = [(2, 1)]  # as recorded, before graphshard added two results
+    keep_strides(output, 2)
+    assert output.meta["user_visible_output_idxs"] == [1, 2]
+    assert output.meta["original_output_strides"] == [(2, 1), (1, 2), (1, 2)]
 
 
 def test_generated_code_is_text_or_none() -> None:

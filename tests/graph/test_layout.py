@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compat_store",
         "compat_fake",
         "compat_profiler",
+        "compat_results",
         "env",
         "errors",
         "settings",
@@ -65,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
     "graphshard/compat_store.py", "graphshard/compat_fake.py", "graphshard/compat_profiler.py",
+    "graphshard/compat_results.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
