@@ -141,6 +141,9 @@ def test_microbatches_accumulate_across_regions(run: TrainingRun, name: str, reg
     train(run, model, inputs, microbatches=3)
 
 
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("name", ["decoder", "break between blocks"])
 @training_test(tolerance=BITWISE)
