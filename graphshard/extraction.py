@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -89,6 +90,9 @@ class _Extraction:
         }
         self.streams: dict[str, int] = {}
         self.keys: dict[object, int] = {}
+        self.wires: dict[int, set[torch.dtype]] = {}  # dtypes that share a bucket
+        for node in self.gathers.values():
+            self.wires.setdefault(self._key(node), set()).add(spec_of(node).dtype)
         self.last = self._last_reads()
 
     def problem(self) -> Problem:
@@ -148,10 +152,11 @@ class _Extraction:
         wire_bytes = math.prod(padded_shape(spec.size, spec.world_size, spec.dim)) * spec.dtype.itemsize
         shard_bytes = wire_bytes // spec.world_size
         casts = val(source).dtype != spec.dtype or bool(spec.device)
-        fused = self.ctx.fuses and can_copy(val(source).dtype, spec.dtype)
-        copy_in_us = self._copy_us(val(source).nbytes + shard_bytes, fused)
+        # Of a bucket of several dtypes, or from another device, copies are torch's.
+        alike = len(self.wires[self._key(node)]) == 1
+        fused = self.ctx.fuses and alike and not spec.device and can_copy(val(source).dtype, spec.dtype)
+        in_bytes = val(source).nbytes + shard_bytes
         permutes = spec.dim > 0
-        alone_out_us = self.cost.copy_us(4 * full_bytes, 1) if permutes else 0.0
         copy_out_us = self._copy_us(2 * full_bytes * (2 if permutes and not fused else 1), fused)
         uses = [self.place[user] for user in node.users if user.op != "output"]
         stays = any(user.op == "output" for user in self._readers(node))
@@ -165,10 +170,10 @@ class _Extraction:
             first_use=min(uses, default=len(self.nodes) - 1),
             last_use=len(self.nodes) if stays else self.last[node],
             ready=0 if source.op == "placeholder" else self.place[source] + 1,
-            copy_in_us=copy_in_us,
+            copy_in_us=self._copy_us(in_bytes, fused),
             copy_out_us=copy_out_us,
-            alone_in_us=self.cost.copy_us(val(source).nbytes + shard_bytes, 1) if casts else 0.0,
-            alone_out_us=alone_out_us,
+            alone_in_us=self._copy_us(in_bytes, False) if casts else 0.0,
+            alone_out_us=self._copy_us(4 * full_bytes, False) if permutes else 0.0,
             alone_out_bytes=full_bytes if permutes else 0,
             shard_bytes=shard_bytes,
             scratch_bytes=shard_bytes if casts and not fused else 0,
@@ -194,7 +199,7 @@ class _Extraction:
             )
         )
         fused = self.ctx.fuses and can_copy(val(grad).dtype, spec.reduce_dtype, scales)
-        copy_in_us = self._copy_us(val(grad).nbytes + wire_bytes, fused)
+        in_bytes = val(grad).nbytes + wire_bytes
         changes = ops.postdivide is not None or val(node).dtype != spec.reduce_dtype
         copy_out_us = self.cost.copy_us(2 * shard_bytes, 1) if changes else 0.0
         copied = spec.replicas > 1 and settings.all_reduce
@@ -214,9 +219,9 @@ class _Extraction:
             grad_bytes=self._own_bytes(grad, node),
             shard_bytes=shard_bytes,
             ready=self.place[grad] + 1,
-            copy_in_us=copy_in_us,
+            copy_in_us=self._copy_us(in_bytes, fused),
             copy_out_us=copy_out_us,
-            alone_in_us=self.cost.copy_us(val(grad).nbytes + wire_bytes, 1) if changes_in else 0.0,
+            alone_in_us=self._copy_us(in_bytes, False) if changes_in else 0.0,
             alone_out_us=copy_out_us,
             scratch_bytes=wire_bytes * min(1 if fused else 2, changes_in),
         )

@@ -162,18 +162,14 @@ def _check_flat(flat: Tensor, members: str, world_size: int) -> tuple[tuple[Whol
     return wanted, layout
 
 
-# -- reduce copy-in
+# -- reduce copy-in; its scale: multiplier and divisor, one of them None
 
 
 def _reduce_copy_in(
-    grads: Sequence[Tensor],
-    dims: Sequence[int],
-    world_size: int,
-    dtype: torch.dtype,
-    multiplier: float | None,
-    divisor: float | None,
+    grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    _check_grads(grads, dims, world_size, multiplier, divisor)
+    _check_grads(grads, dims, world_size, *scale)
+    multiplier, divisor = scale
     rows = [_rows(grad.to(dtype), dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
     flat = torch.cat(rows, 1).view(-1)
     if multiplier is not None:
@@ -192,19 +188,15 @@ def _rows(grad: Tensor, dim: int, world_size: int) -> Tensor:
 
 
 def _reduce_copy_in_fused(
-    grads: Sequence[Tensor],
-    dims: Sequence[int],
-    world_size: int,
-    dtype: torch.dtype,
-    multiplier: float | None,
-    divisor: float | None,
+    grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    layout = _check_grads(grads, dims, world_size, multiplier, divisor)
-    if not _fused(grads, dtype, scaled=multiplier is not None or divisor is not None):
-        return _reduce_copy_in(grads, dims, world_size, dtype, multiplier, divisor)
+    layout = _check_grads(grads, dims, world_size, *scale)
+    if not _fused(grads, dtype, scaled=scale != (None, None)):
+        return _reduce_copy_in(grads, dims, world_size, dtype, *scale)
     flat = grads[0].new_empty(layout.rows * layout.row_numel, dtype=dtype)
-    scale = multiplier if divisor is None else _reciprocal(divisor)
-    _copy()(flat, layout, [grad.contiguous() for grad in grads], pack=True, scale=scale)
+    multiplier, divisor = scale
+    factor = multiplier if divisor is None else _reciprocal(divisor)
+    _copy()(flat, layout, [grad.contiguous() for grad in grads], pack=True, scale=factor)
     return flat
 
 
@@ -215,20 +207,14 @@ def _reciprocal(divisor: float) -> float:
 
 
 def _fake_reduce_copy_in(
-    grads: Sequence[Tensor],
-    dims: Sequence[int],
-    world_size: int,
-    dtype: torch.dtype,
-    multiplier: float | None,
-    divisor: float | None,
+    grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    layout = _check_grads(grads, dims, world_size, multiplier, divisor)
+    layout = _check_grads(grads, dims, world_size, *scale)
     return grads[0].new_empty(layout.rows * layout.row_numel, dtype=dtype)
 
 
-def _check_grads(
-    grads: Sequence[Tensor], dims: Sequence[int], world_size: int, multiplier: float | None, divisor: float | None
-) -> Layout:
+def _check_grads(grads: Sequence[Tensor], dims: Sequence[int], world_size: int, *scale: float | None) -> Layout:
+    multiplier, divisor = scale
     _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", f"{len(dims)} for {len(grads)} gradients", "one each")
     _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
     _check(multiplier is None or divisor is None, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -302,6 +303,22 @@ def order_per_unit() -> None:
 
 def test_each_region_gathers_for_the_next_and_reduces_behind(two_ranks: WorkerPool) -> None:
     two_ranks.run(order_per_unit)
+
+
+def gather_that_nobody_awaits() -> list[str]:
+    model = graphshard.compile(models.Decoder(LAYERS), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    first: Any = model.layers[0]
+    first.unshard()  # lowers the program
+    first.reshard()
+    with traced(model) as events:
+        handle = first.unshard(async_op=True)
+    handle.wait()
+    assert not any(isinstance(parameter, DTensor) for parameter in first.parameters())
+    return events
+
+
+def test_settled_gather_has_arrived_and_is_still_there_to_take(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(gather_that_nobody_awaits) == [["gather", "wait"]] * 2
 
 
 # -- agreement

@@ -206,3 +206,14 @@ def test_fsdp2_mode_times_but_does_not_place() -> None:
     assert planning(marked.graph, marked.ctx) is None
     assert planning.latest is not None and planning.latest.choice.name == "fsdp2"
     assert planning.latest.choice.simulation.step_us >= planning.latest.choice.lower_bound_us
+
+
+def test_fused_copies_are_planned_without_their_scratch_and_kernels() -> None:
+    weights = [replace(w, dim=len(w.size) - 1) for w in toy_weights(3, world_size=2, param_dtype=torch.bfloat16)]
+    for marked in (toy_forward(weights), toy_backward(weights)):
+        usual, fused = (extract_problem(marked.graph, replace(marked.ctx, fuses=f), SCENE) for f in (False, True))
+        assert not any(gather.scratch_bytes for gather in fused.gathers) and all(g.scratch_bytes for g in usual.gathers)
+        for before, after in zip((*usual.gathers, *usual.reductions), (*fused.gathers, *fused.reductions), strict=True):
+            assert after.copy_in_us < before.copy_in_us
+            assert after.scratch_bytes <= before.scratch_bytes
+            assert after.alone_in_us == before.alone_in_us
