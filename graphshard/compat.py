@@ -67,6 +67,13 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return group
 
 
+def takes_several_tensors(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether what runs the collectives of `group` on a device has one that takes several tensors at once."""
+    if type(group) is dist.ProcessGroup:
+        return bool(group._get_backend(torch.device(device_type)).supports_coalescing)
+    return bool(getattr(group, "supports_coalescing", False))  # of someone's own
+
+
 def dispatch_mode_active() -> bool:
     """Whether a TorchDispatchMode (CommDebugMode, a FLOP counter) is on: Dynamo would skip the frame for good."""
     return torch._C._len_torch_dispatch_stack() > 0

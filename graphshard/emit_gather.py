@@ -3,6 +3,10 @@
     %in = cat([%s0, %s1]);  %ag = all_gather_into_tensor(%in);  %w = wait_tensor(%ag)
     %a = reshape(split(view(%w, [W, -1]), 0))
 
+Coalesced, there is no buffer to copy into or out of:
+
+    %ag = all_gather_into_tensor_coalesced([%s0, %s1]);  %a = view(wait_tensor(%ag[0]));  %b = view(wait_tensor(%ag[1]))
+
 Source: the buffer layout is FSDP2's, `[W, sum of shards]`, in bytes where members differ in dtype.
 """
 
@@ -15,13 +19,30 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard.ir import ALL_GATHER, WAIT, Builder, Collective, Member, aten, may_view, spec_of, val
+from graphshard.ir import (
+    ALL_GATHER,
+    COALESCED_ALL_GATHER,
+    WAIT,
+    Builder,
+    Collective,
+    Member,
+    aten,
+    may_view,
+    spec_of,
+    val,
+)
 from graphshard.markers import ShardSpec, padded_shape
 from graphshard.user_comms import CUSTOM_ALL_GATHER
 
 
 def emit_gather(
-    build: Builder, markers: Sequence[Node], bucket: str, unit: str, fqns: Sequence[str], custom: str
+    build: Builder,
+    markers: Sequence[Node],
+    bucket: str,
+    unit: str,
+    fqns: Sequence[str],
+    custom: str,
+    coalesced: bool = False,
 ) -> list[Node]:
     """Adds the nodes before `build`'s anchor; returns the gathered parameter of each marker.
 
@@ -32,6 +53,7 @@ def emit_gather(
         unit: its unit.
         fqns: of the parameters.
         custom: key of the user's own all-gather, ``""`` if there is none.
+        coalesced: whether the collective takes the shards one by one.
     """
     specs = [spec_of(marker) for marker in markers]
     world_size, group = specs[0].world_size, specs[0].group
@@ -42,6 +64,14 @@ def emit_gather(
     dtypes = [val(shard).dtype for shard in shards]
     wire = dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
     numels = [val(shard).numel() for shard in shards]
+    if coalesced:
+        launch = build.call(COALESCED_ALL_GATHER, shards, world_size, group, role="launch")
+        offsets = [sum(numels[:i]) for i in range(len(numels))]
+        members = tuple(Member(*member) for member in zip(fqns, offsets, numels, dtypes, strict=True))
+        launch.meta["collective"] = Collective("all_gather", bucket, unit, group, world_size, wire, None, members)
+        parts = wait_each(build, launch)
+        build.meta["role"] = "copy_out"
+        return [_whole(build, part, spec) for part, spec in zip(parts, specs, strict=True)]
     if wire is torch.uint8 and len(shards) > 1:
         shards = [_viewed(build, shard, torch.uint8) for shard in shards]
     lengths = [val(shard).numel() for shard in shards]
@@ -63,6 +93,12 @@ def emit_gather(
         parts = [build.contiguous_copy(build.call(operator.getitem, split, i)) for i in range(len(lengths))]
     parts = [_viewed(build, part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
     return [_whole(build, part, spec) for part, spec in zip(parts, specs, strict=True)]
+
+
+def wait_each(build: Builder, launch: Node) -> list[Node]:
+    """The waits for the results of a coalesced collective."""
+    results = [build.call(operator.getitem, launch, i, role="wait") for i in range(len(val(launch)))]
+    return [build.call(WAIT, result, role="wait") for result in results]
 
 
 def _local(build: Builder, shard: Any, spec: ShardSpec) -> Node:

@@ -4,6 +4,8 @@ copy-out.
     %in = cat([view(%g0, [W, -1]), view(%g1, [W, -1])], 1);  %rs = reduce_scatter_tensor(%in);  %w = wait_tensor(%rs)
     %ar = all_reduce(%w);  %v = wait_tensor(%ar);  %r0, %r1 = split(%v)
 
+Coalesced, there is no buffer: %rs = reduce_scatter_tensor_coalesced([view(%g0, [-1]), view(%g1, [-1])]), a wait each.
+
 Source: FSDP2's `foreach_reduce`: the layout of its buffer, its operators and where it divides decide the bits.
 """
 
@@ -17,8 +19,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graphshard.emit_gather import wait_each
 from graphshard.ir import (
     ALL_REDUCE,
+    COALESCED_REDUCE_SCATTER,
     REDUCE_SCATTER,
     WAIT,
     Builder,
@@ -44,6 +48,7 @@ def emit_reduction(
     fqns: Sequence[str],
     settings: UnitSettings,
     partials: Sequence[Node | None],
+    coalesced: bool = False,
 ) -> list[Node]:
     """Adds the nodes before `build`'s anchor; returns the gradient of each marker's shard.
 
@@ -56,6 +61,7 @@ def emit_reduction(
         settings: of the unit. Without `all_reduce`, the results are partial: reduced over the shards only, in the
             reduce dtype.
         partials: of each marker, what an earlier backward left partial.
+        coalesced: whether the collective takes the gradients one by one; none follows it.
     """
     spec, dtype = spec_of(markers[0]), val(markers[0]).dtype
     world_size, reduce_dtype = spec.world_size, spec.reduce_dtype
@@ -67,9 +73,18 @@ def emit_reduction(
         for marker, dim in zip(markers, dims, strict=True)
     ]
     numels = [val(row).numel() // world_size for row in rows]
+    members = tuple(Member(fqn, sum(numels[:i]), numels[i], reduce_dtype) for i, fqn in enumerate(fqns))
+    if coalesced:
+        grads = [_scaled(build, build.reshape(row, [-1]), ops) for row in rows]
+        group = settings.scatter_group or spec.group
+        node = build.call(COALESCED_REDUCE_SCATTER, grads, ops.scatter, world_size, group, role="launch")
+        about = Collective("reduce_scatter", bucket, unit, spec.group, world_size, reduce_dtype, ops.scatter, members)
+        node.meta["collective"] = about
+        reduced = wait_each(build, node)
+        build.meta["role"] = "copy_out"
+        return [_to_grads(build, one, ops, dtype, val(markers[0]).device) for one in reduced]
     flat = build.call(aten.cat.default, rows, 1) if len(rows) > 1 else rows[0]
     flat = _scaled(build, build.reshape(flat, [sum(numels) * world_size]), ops)
-    members = tuple(Member(fqn, sum(numels[:i]), numels[i], reduce_dtype) for i, fqn in enumerate(fqns))
 
     def launched(kind: Kind, name: str, group: str, ranks: int, op: str, node: Node) -> Node:
         node.meta["collective"] = Collective(kind, name, unit, group, ranks, reduce_dtype, op, members)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphshard.cost import CostModel, GroupShape
+from graphshard.cost import CollectiveKind, CostModel, GroupShape
+from graphshard.cost.traffic import tensors
 from graphshard.ir import (
     LAUNCHES,
     PARTIAL,
-    WAIT,
     PassContext,
     bucket_key,
+    fake,
     is_call,
     is_marker,
     may_view,
@@ -28,6 +28,7 @@ from graphshard.ir import (
     spec_of,
     unshards,
     val,
+    waits_of,
 )
 from graphshard.kernels import can_copy
 from graphshard.liveness import Allocation, allocations_of, bytes_of, held_by_caller, lifetimes, live_bytes
@@ -54,10 +55,12 @@ class Scene:
     Attributes:
         cost: times of everything.
         group_shape: of a process group, by its name.
+        coalesces: whether a process group has a collective of a kind that takes several tensors, and may use it.
     """
 
     cost: CostModel
     group_shape: Callable[[str], GroupShape]
+    coalesces: Callable[[str, CollectiveKind], bool] = lambda group, kind: False
 
 
 def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None = None) -> Problem:
@@ -155,6 +158,7 @@ class _Extraction:
         # Of a bucket of several dtypes, or from another device, copies are torch's.
         alike = len(self.wires[self._key(node)]) == 1
         fused = self.ctx.fuses and alike and not spec.device and can_copy(val(source).dtype, spec.dtype)
+        plain = alike and not spec.device and not self.ctx.flags.settings(self._unit(node)).custom_all_gather
         in_bytes = val(source).nbytes + shard_bytes
         permutes = spec.dim > 0
         copy_out_us = self._copy_us(2 * full_bytes * (2 if permutes and not fused else 1), fused)
@@ -177,6 +181,7 @@ class _Extraction:
             alone_out_bytes=full_bytes if permutes else 0,
             shard_bytes=shard_bytes,
             scratch_bytes=shard_bytes if casts and not fused else 0,
+            coalesced_us=self._coalesced_us("all_gather", spec.group, plain),
         )
 
     def _reduction(self, name: str, node: Node) -> Reduction:
@@ -204,11 +209,14 @@ class _Extraction:
         copy_out_us = self.cost.copy_us(2 * shard_bytes, 1) if changes else 0.0
         copied = spec.replicas > 1 and settings.all_reduce
         copies = self._transfer("all_reduce", spec.replicate_group) if copied else None
+        kind: CollectiveKind = "all_reduce" if spec.world_size == 1 else "reduce_scatter"
         if spec.world_size == 1:
             assert copies is not None, node
             transfer, then = copies, None
         else:
-            transfer, then = self._transfer("reduce_scatter", settings.scatter_group or spec.group), copies
+            transfer, then = self._transfer(kind, settings.scatter_group or spec.group), copies
+        # What is left partial, or handed to a user's hook or collective, is one buffer.
+        plain = spec.replicas == 1 and not settings.custom_reduce_scatter and not settings.all_reduce_hook
         return Reduction(
             fqn=name,
             unit=self._unit(node),
@@ -224,7 +232,12 @@ class _Extraction:
             alone_in_us=self._copy_us(in_bytes, False) if changes_in else 0.0,
             alone_out_us=copy_out_us,
             scratch_bytes=wire_bytes * min(1 if fused else 2, changes_in),
+            coalesced_us=None if then else self._coalesced_us(kind, settings.scatter_group or spec.group, plain),
         )
+
+    def _coalesced_us(self, kind: CollectiveKind, group: str, plain: bool) -> float | None:
+        """What a tensor adds to a coalesced collective: counted as a kernel of its own, since none was measured."""
+        return self.cost.hardware.kernel_us if plain and self.scene.coalesces(group, kind) else None
 
     def _copy_us(self, num_bytes: int, fused: bool) -> float:
         """Of one tensor's part of a bucket: a fused copy has one kernel for all of them, which is as good as none."""
@@ -235,12 +248,12 @@ class _Extraction:
         found = []
         for node in self.nodes:
             kind = LAUNCHES.get(node.target) or _OWN_KINDS.get(getattr(node.target, "_opname", ""))
-            waits = [self.place[user] for user in node.users if is_call(user, WAIT)]
+            waits = [self.place[wait] for wait in waits_of(node)]
             if node.op != "call_function" or kind is None or not waits:
                 continue
             group = next((argument for argument in reversed(node.args) if isinstance(argument, str)), "")
-            source = node.all_input_nodes[0]
-            num_bytes = max(val(source).nbytes, val(node).nbytes if isinstance(val(node), Tensor) else 0)
+            sent, received = (list(tensors(value)) for value in (fake(node.all_input_nodes), val(node)))
+            num_bytes = max(sum(tensor.nbytes for tensor in both) for both in (sent, received))
             us = self.cost.collective_us(kind, num_bytes, self.scene.group_shape(group))  # type: ignore[arg-type]
             found.append(OwnCollective(node.name, self._stream(group), us, self.place[node], min(waits)))
         return found

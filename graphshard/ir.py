@@ -33,10 +33,12 @@ LAUNCHES: Mapping[Any, Kind] = {
     _c10d.all_gather_into_tensor.default: "all_gather",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
     _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    _c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     CUSTOM_ALL_GATHER: "all_gather",
     CUSTOM_REDUCE_SCATTER: "reduce_scatter",
 }
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, *_ = LAUNCHES
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, COALESCED_ALL_GATHER, COALESCED_REDUCE_SCATTER, *_ = LAUNCHES
 
 aten = torch.ops.aten
 # They return a view where they can, but their schema does not say so.
@@ -129,6 +131,8 @@ class PassContext:
         flags: the run-time state that the program is lowered for.
         planner: chooses buckets and their places for the marked graph; None: FSDP2's.
         fuses: whether copies to and from flat buffers become one operator each.
+        coalesces: whether a bucket is sent without a flat buffer: takes ``"gather"`` or ``"reduce"`` and its members,
+            as `member_names` names them; None: no bucket is.
     """
 
     direction: Direction
@@ -136,6 +140,7 @@ class PassContext:
     flags: Flags = Flags()
     planner: Callable[[Graph, PassContext], ProgramPlan | None] | None = None
     fuses: bool = False
+    coalesces: Callable[[str, Sequence[str]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,12 @@ def is_marker(node: Node) -> bool:
 def launches(graph: Graph) -> list[Node]:
     """All launches in graph order, the model's own collectives included."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target in LAUNCHES]
+
+
+def waits_of(launch: Node) -> list[Node]:
+    """The waits of a launch: one, or one for each tensor of a coalesced collective."""
+    results = [user for user in launch.users if is_call(user, operator.getitem)] or [launch]
+    return [user for result in results for user in result.users if is_call(user, WAIT)]
 
 
 def collective(node: Node) -> Collective | None:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from graphshard.compat import size_hint
 from graphshard.cost.traffic import UNBACKED_SIZE
-from graphshard.ir import WAIT, PassContext, is_call, launches, may_view, val
+from graphshard.ir import WAIT, PassContext, is_call, launches, may_view, val, waits_of
 
 
 class Allocation(NamedTuple):
@@ -84,7 +84,7 @@ def lifetimes(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, t
         for allocation in found:
             end[allocation] = max(end.get(allocation, 0), place[node], *(place[user] for user in node.users))
     for launch in launches(graph):
-        wait = next((place[user] for user in launch.users if is_call(user, WAIT)), place[launch])
+        wait = max((place[wait] for wait in waits_of(launch)), default=place[launch])
         for source in launch.all_input_nodes:
             for allocation in allocations[source]:
                 end[allocation] = max(end[allocation], wait)

@@ -7,6 +7,7 @@ the n-th launch or wait of the graph.
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -50,6 +51,8 @@ def communication_order(graph: Graph) -> tuple[tuple[str, str], ...]:
             order.append(("launch", name_of[node]))
         elif is_call(node, WAIT):
             source = node.args[0]
+            if is_call(source, operator.getitem):  # one of several tensors
+                source = source.args[0]
             order.append(("wait", name_of.get(source, node.name)))  # type: ignore[arg-type]
     return tuple(order)
 
@@ -102,7 +105,8 @@ def _timings(order: Sequence[tuple[str, str]], spans: Sequence[tuple[float, floa
         if what == "launch":
             launched[bucket] = start_us
         elif bucket in launched:
-            found[bucket] = Timing(launched[bucket], end_us, end_us - start_us)
+            waited_us = found[bucket].waited_us if bucket in found else 0.0  # for the tensors before
+            found[bucket] = Timing(launched[bucket], end_us, waited_us + end_us - start_us)
     return found
 
 

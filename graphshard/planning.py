@@ -6,17 +6,18 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from graphshard.agreement import Posted
-from graphshard.compat import resolve_process_group
-from graphshard.cost import CostModel, GroupShape, find_hardware, group_shape
+from graphshard.compat import resolve_process_group, takes_several_tensors
+from graphshard.cost import CollectiveKind, CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
 from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
@@ -25,12 +26,15 @@ from graphshard.planner import (
     Accumulation,
     BudgetTooSmall,
     Choice,
+    Gather,
     Problem,
+    Reduction,
     Schedule,
     accumulation_choice,
     best_schedule,
     choose_kept,
     fsdp2_schedule,
+    is_coalesced,
     kept_problems,
     lower_bound_us,
     simulate,
@@ -207,6 +211,10 @@ class RegionPlanning:
             found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
         return found
 
+    def coalesces(self, kind: str, members: Sequence[str]) -> bool:
+        """Whether a bucket of the program that was planned last is sent without a flat buffer."""
+        return self.latest is not None and bucket_is_coalesced(self.latest.problem, kind, members)
+
     def keep_units(
         self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
     ) -> frozenset[str] | None:
@@ -244,6 +252,13 @@ class RegionPlanning:
             problem = extract_problem(graph, ctx, self._planning.scene)
             self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
         return self._accumulation.why if self._accumulation.reduce_each else ""
+
+
+def bucket_is_coalesced(problem: Problem, kind: str, members: Sequence[str]) -> bool:
+    """Whether a bucket of these gathers, or else reductions, of a problem is sent without a flat buffer."""
+    items: Sequence[Gather] | Sequence[Reduction] = problem.gathers if kind == "gather" else problem.reductions
+    found: Any = [item for item in items if item.fqn in members]
+    return len(found) == len(members) and is_coalesced(found)
 
 
 def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
@@ -291,21 +306,25 @@ def make_planning(
     """
     machine = find_hardware(detect_hardware(device_type) if hardware is None else hardware)
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
-    scene = Scene(CostModel(machine, fused), _group_shape(machine.ranks_per_node))
     if plan == "fsdp2" and budget_bytes is not None:
         raise ValueError(
             f"compile: memory_budget: got {memory_budget} with plan='fsdp2', whose schedules are FSDP2's whatever they "
             "allocate; want plan='auto', or no memory_budget"
         )
+
+    def scene(mode: str) -> Scene:
+        shapes = _group_shape(machine.ranks_per_node)
+        return Scene(CostModel(machine, fused), shapes, _coalesces(mode, device_type))
+
     if isinstance(plan, str) and plan in PLANS:
-        return Planning(scene, plan, budget_bytes, keeps)
+        return Planning(scene(plan), plan, budget_bytes, keeps)
     if isinstance(plan, Plan):
         stored, stored_in = plan, "compile: plan"
     else:
         stored, stored_in = load_plan(plan), f"plan file {os.fspath(plan)}"
     if budget_bytes is None:
         budget_bytes = stored.budget_bytes
-    return Planning(scene, stored.mode, budget_bytes, keeps, stored=stored, stored_in=stored_in)
+    return Planning(scene(stored.mode), stored.mode, budget_bytes, keeps, stored=stored, stored_in=stored_in)
 
 
 def detect_hardware(device_type: str) -> str:
@@ -336,3 +355,14 @@ def _group_shape(ranks_per_node: int) -> Callable[[str], GroupShape]:
         return group_shape(ranks, ranks_per_node)
 
     return shape
+
+
+def _coalesces(mode: str, device_type: str) -> Callable[[str, CollectiveKind], bool]:
+    @cache
+    def coalesces(group: str, kind: CollectiveKind) -> bool:
+        # In which order a sum is made is a matter of its place in a buffer, and FSDP2's plan promises its bits.
+        if kind == "reduce_scatter" and mode == "fsdp2":
+            return False
+        return takes_several_tensors(resolve_process_group(group), device_type)
+
+    return coalesces

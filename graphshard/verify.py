@@ -5,7 +5,7 @@ G1  FX lint                                        B1  a bucket has one group, a
 G2  every value has a fake value                   S1  scheduling only permutes; the order of random operators stays
 G3  recomputed fake values agree (level 2)         L1  no gathered parameter is saved for backward
 G4  signature unchanged unless declared            R1  each synchronized gradient reduced exactly once
-C1  one wait per launch                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
+C1  one wait per result                            D1  gathers in param_dtype, reductions in reduce_dtype, gradients in
 C2  nothing reads a result before its wait, or         the parameter's dtype
     writes an input before it                      M1  no marker left
 C3  what is gathered and reduced per FQN unchanged S2  what a planned program allocates is within its budget
@@ -41,6 +41,7 @@ from graphshard.ir import (
     spec_of,
     unshards,
     val,
+    waits_of,
 )
 from graphshard.liveness import peak_bytes
 from graphshard.markers import UNSHARD
@@ -120,9 +121,10 @@ def check_signature(graph: Graph, before: Signature) -> None:
 def check_waits(graph: Graph) -> None:
     """C1."""
     for launch in launches(graph):
-        waits = [user for user in launch.users if is_call(user, WAIT)]
-        if collective(launch) is not None and len(waits) != 1:
-            _fail("C1", graph, launch, f"got {len(waits)} waits, want 1")
+        if collective(launch) is not None:
+            got, want = len(waits_of(launch)), _num_results(launch)
+            if got != want:
+                _fail("C1", graph, launch, f"got {got} waits, want {want}")
 
 
 def check_hazards(graph: Graph) -> None:
@@ -131,15 +133,20 @@ def check_hazards(graph: Graph) -> None:
     for launch in launches(graph):
         if collective(launch) is None:
             continue
-        readers = [user for user in launch.users if not is_call(user, WAIT)]
+        results = [launch] if isinstance(val(launch), Tensor) else list(launch.users)
+        readers = [user for result in results for user in result.users if not is_call(user, WAIT)]
         if readers:
             _fail("C2", graph, readers[0], f"reads the result of %{launch.name} before its wait")
-        end = max((position[user] for user in launch.users), default=position[launch])
-        source = launch.all_input_nodes[0]
-        writers = [user for alias in _aliases(source) for user in alias.users if _writes(user, alias)]
-        for writer in writers:
-            if position[launch] < position[writer] < end:
-                _fail("C2", graph, writer, f"writes %{source}, which %{launch.name} still reads")
+        end = max((position[wait] for wait in waits_of(launch)), default=position[launch])
+        for source in launch.all_input_nodes:
+            writers = [user for alias in _aliases(source) for user in alias.users if _writes(user, alias)]
+            for writer in writers:
+                if position[launch] < position[writer] < end:
+                    _fail("C2", graph, writer, f"writes %{source}, which %{launch.name} still reads")
+
+
+def _num_results(launch: Node) -> int:
+    return 1 if isinstance(val(launch), Tensor) else len(val(launch))
 
 
 def _aliases(node: Node) -> list[Node]:
@@ -221,8 +228,10 @@ def check_budget(graph: Graph, ctx: PassContext, budget_bytes: int) -> None:
 def check_dtypes(graph: Graph) -> None:
     """D1: a launch moves the dtype that it says, and a gradient comes out in its parameter's dtype."""
     for launch in launches(graph):
-        if (carried := collective(launch)) is not None and val(launch).dtype != carried.dtype:
-            _fail("D1", graph, launch, f"moves {val(launch).dtype}, want {carried.dtype}")
+        moved = [val(launch)] if isinstance(val(launch), Tensor) else val(launch)
+        for result in moved:
+            if (carried := collective(launch)) is not None and result.dtype != carried.dtype:
+                _fail("D1", graph, launch, f"moves {result.dtype}, want {carried.dtype}")
     for node in reductions(graph):
         want = spec_of(node).reduce_dtype if "partial" in node.meta else val(shard_placeholder(node)).dtype
         if val(node).dtype != want:

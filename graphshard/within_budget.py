@@ -41,6 +41,7 @@ def lower_within_budget(
     """
     if planner is None:
         return driver.lower(gm, ctx, title), None
+    ctx = replace(ctx, coalesces=planner.coalesces)
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):

@@ -86,11 +86,15 @@ def decide(graph: Graph, ctx: PassContext) -> FuseEdit:
             continue
         copies_in, copies_out = roles[about.bucket, "copy_in"], roles[about.bucket, "copy_out"]
         own_dims = tuple(dims[member.fqn] for member in about.members)
-        if about.kind == "all_gather":
+        if isinstance(launch.args[0], list):  # coalesced: no gather is copied, and each gradient by itself
+            if about.kind == "reduce_scatter":
+                for grad, dim in zip(launch.args[0], own_dims, strict=True):
+                    found += _reduce_copy_in(grad, about, copies_in, (dim,))
+        elif about.kind == "all_gather":
             found += _gather_copy_in(launch, about, copies_in)
             found += _gather_copy_out(launch, about, copies_out, own_dims)
         else:
-            found += _reduce_copy_in(launch, about, copies_in, own_dims)
+            found += _reduce_copy_in(_argument(launch), about, copies_in, own_dims)
     return FuseEdit(tuple(found))
 
 
@@ -127,9 +131,9 @@ def _gather_copy_out(launch: Node, about: Collective, inside: set[Node], dims: S
     yield Fusion("gather_copy_out", about.bucket, (wait.name,), _names(wholes), text, world_size=about.world_size)
 
 
-def _reduce_copy_in(launch: Node, about: Collective, inside: set[Node], dims: Sequence[int]) -> Iterator[Fusion]:
+def _reduce_copy_in(flat: Node, about: Collective, inside: set[Node], dims: Sequence[int]) -> Iterator[Fusion]:
     scales: dict[str, float] = {}
-    flat = node = _argument(launch)
+    node = flat
     while node in inside and (node.target in _SCALES or is_call(node, aten.reshape.default)):
         if (scale := _SCALES.get(node.target)) is not None:
             scales[scale] = float(node.args[1])  # type: ignore[arg-type]

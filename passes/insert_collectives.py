@@ -1,7 +1,8 @@
 """Turns markers into collectives: cast, flat copy-in, launch, wait, copy-out.
 
 Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own. Leaves: no
-marker, and ``meta["steps"]`` of the plan, if there is one, on what is inserted. A gather stands where the first of its
+marker, and ``meta["steps"]`` of the plan, if there is one, on what is inserted. Buckets with ``meta["coalesced"]``
+have no flat buffer. A gather stands where the first of its
 parameters is used, a reduction where the last of its gradients is ready.
 
     %a = unshard(%s0)            %in = cat([%s0, %s1])                    # copy-in
@@ -41,6 +42,7 @@ class Insertion:
         settings: of the unit.
         partials: of each marker, the placeholder of an earlier partial gradient, ``""`` for none.
         steps: (place in the plan, step, the node before which it happens), if there is a plan.
+        coalesced: whether there is no flat buffer.
     """
 
     bucket: str
@@ -51,6 +53,7 @@ class Insertion:
     settings: UnitSettings
     partials: tuple[str, ...]
     steps: tuple[tuple[int, str, str], ...] = ()
+    coalesced: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollectivesEdit:
                 ctx.flags.settings(unit),
                 tuple(partials),
                 nodes[0].meta.get("steps", ()),
+                nodes[0].meta.get("coalesced", False),
             )
         )
     return CollectivesEdit(tuple(insertions))
@@ -104,11 +108,12 @@ def apply(graph: Graph, edit: CollectivesEdit) -> None:
         if insertion.steps:
             build.meta["steps"] = insertion.steps
         bucket, unit, fqns, settings = insertion.bucket, insertion.unit, insertion.fqns, insertion.settings
+        coalesced = insertion.coalesced
         if is_call(markers[0], UNSHARD):
-            results = emit_gather(build, markers, bucket, unit, fqns, settings.custom_all_gather)
+            results = emit_gather(build, markers, bucket, unit, fqns, settings.custom_all_gather, coalesced)
         else:
             partials = [by_name.get(name) for name in insertion.partials]
-            results = emit_reduction(build, markers, bucket, unit, fqns, settings, partials)
+            results = emit_reduction(build, markers, bucket, unit, fqns, settings, partials, coalesced)
         for marker, result in zip(markers, results, strict=True):
             replace(marker, result)
         done += markers

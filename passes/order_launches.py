@@ -22,7 +22,7 @@ from typing import Literal
 from torch.fx import Graph, Node
 
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import WAIT, Collective, PassContext, collective, is_call, launches, output_node
+from graphshard.ir import Collective, PassContext, collective, launches, output_node, waits_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
             roles[node.meta["bucket_of"], node.meta["role"]].append(node)
     ours = [(launch, found) for launch in launches(graph) if (found := collective(launch)) is not None]
     copies_in = {launch: [*roles[found.bucket, "copy_in"], launch] for launch, found in ours}
-    copies_out = {launch: [_wait(launch), *roles[found.bucket, "copy_out"]] for launch, found in ours}
+    copies_out = {launch: [*roles[found.bucket, "wait"], *roles[found.bucket, "copy_out"]] for launch, found in ours}
 
     if any("steps" in launch.meta for launch, _ in ours):
         edit = OrderEdit(tuple(_as_planned(graph, ours, copies_in, copies_out)))
@@ -60,7 +60,7 @@ def decide(graph: Graph, ctx: PassContext) -> OrderEdit:
     # In the order of their waits, which stay: prefetches that users chose permute the launches.
     position = {node: i for i, node in enumerate(graph.nodes)}
     gathers = [(launch, found.unit) for launch, found in ours if found.kind == "all_gather"]
-    gathers.sort(key=lambda gather: position[_wait(gather[0])])
+    gathers.sort(key=lambda gather: position[waits_of(gather[0])[0]])
     moves = _prefetch(graph, [(copies_in[launch], copies_out[launch][-1], unit) for launch, unit in gathers], ctx)
     in_flight = max((settings.scatter_buffers for _, settings in ctx.flags.units), default=1)
     moves += _late_waits(graph, ours, copies_in, copies_out, in_flight)
@@ -162,10 +162,6 @@ def _chosen(ctx: PassContext, unit: str) -> tuple[str, ...]:
 
 def _names(nodes: list[Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
-
-
-def _wait(launch: Node) -> Node:
-    return next(user for user in launch.users if is_call(user, WAIT))
 
 
 def new_order(graph: Graph, edit: OrderEdit) -> list[Node]:

@@ -14,7 +14,8 @@ WIDTH = 120
 CELL = 44
 MOST_ROWS = 40
 GLOSSARY = (
-    "Times are predicted by simulation. A bucket is one collective for several parameters. Exposed: time that the "
+    "Times are predicted by simulation. A bucket is one collective for several parameters; a coalesced one takes their "
+    "tensors one by one, without copies into and out of a buffer. Exposed: time that the "
     "computation stands still, waiting for a collective. Lower bound: what no schedule can beat."
 )
 

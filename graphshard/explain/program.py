@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graphshard.planner import Gather, LiveBytes, Problem, Reduction, Schedule, Simulation, live_by_category
+from graphshard.planner import (
+    Gather,
+    LiveBytes,
+    Problem,
+    Reduction,
+    Schedule,
+    Simulation,
+    is_coalesced,
+    live_by_category,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class BucketRow:
     Attributes:
         index: into the schedule's buckets.
         name: of the bucket.
-        kind: ``"all-gather"``, ``"reduction"`` or ``"reduction + all-reduce"``.
+        kind: ``"all-gather"``, ``"reduction"`` or ``"reduction + all-reduce"``; the first two may be coalesced.
         fqns: of its parameters, in order.
         wire_bytes: of the full tensor that is sent.
         launch_at: position of its launch.
@@ -102,11 +111,12 @@ class BucketRow:
     measured: tuple[float, float, float] | None
 
 
-def kind_of(member: Gather | Reduction) -> str:
-    """The collective of a bucket with this member, in words."""
-    if isinstance(member, Gather):
-        return "all-gather"
-    return "reduction" if member.then is None else "reduction + all-reduce"
+def kind_of(members: Sequence[Gather] | Sequence[Reduction]) -> str:
+    """The collective of a bucket with these members, in words."""
+    coalesced = "coalesced " if is_coalesced(members) else ""
+    if isinstance(members[0], Gather):
+        return f"{coalesced}all-gather"
+    return f"{coalesced}reduction" if members[0].then is None else "reduction + all-reduce"
 
 
 def _bucket_rows(program: PlannedProgram) -> tuple[BucketRow, ...]:
@@ -132,7 +142,7 @@ def _bucket_rows(program: PlannedProgram) -> tuple[BucketRow, ...]:
             BucketRow(
                 index=index,
                 name=name,
-                kind=kind_of(members[0]),
+                kind=kind_of(members),
                 fqns=tuple(member.fqn for member in members),
                 wire_bytes=sum(member.wire_bytes for member in members),
                 launch_at=launch_at[index],

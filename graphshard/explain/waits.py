@@ -128,7 +128,7 @@ def _bucket_waits(program: PlannedProgram) -> Iterator[Wait]:
             event.stream, behind, free_us, action.step == "finish",
         )  # fmt: skip
         cause, why = _REASONS[exposure.reason](case)
-        kind = kind_of(case.members[0])
+        kind = kind_of(case.members)
         if "+" in kind:
             kind = "all-reduce" if case.is_all_reduce else "reduction"
         name = program.bucket_names[action.bucket] + (ALL_REDUCE if case.is_all_reduce else "")

@@ -6,7 +6,7 @@ from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
 from graphshard.planner.keep import Accumulation, accumulation_choice, choose_kept, kept_problems
 from graphshard.planner.live_memory import LiveBytes, live_by_category
-from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer
+from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer, is_coalesced
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
@@ -34,6 +34,7 @@ __all__ = [
     "choose_kept",
     "fixed_size_schedule",
     "fsdp2_schedule",
+    "is_coalesced",
     "kept_problems",
     "live_by_category",
     "lower_bound_us",

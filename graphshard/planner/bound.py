@@ -68,7 +68,8 @@ def _copies_us(problem: Problem, head_us: float, tail_us: float, slowed: dict[in
         transfer = item.transfer
         above_us = transfer.us(item.wire_bytes) - item.wire_bytes * transfer.us_per_byte
         latency_us = above_us * slowed.get(transfer.stream, 0.0)
-        return min(item.alone_in_us + item.alone_out_us + latency_us, item.copy_in_us + item.copy_out_us)
+        alone_us = item.alone_in_us + item.alone_out_us + (latency_us if item.coalesced_us is None else 0.0)
+        return min(alone_us, item.copy_in_us + item.copy_out_us)
 
     elapsed, in_head, in_tail, in_both = problem.elapsed_us, 0.0, 0.0, 0.0
     for gather in problem.gathers:

@@ -10,7 +10,7 @@ from typing import Any
 
 from graphshard.planner.costs import most_kept_bytes
 from graphshard.planner.ground import Ends, Ground, Wish
-from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.problem import Gather, Problem, Reduction, is_coalesced
 
 # Ops are joined up to this part of the computation.
 _GRAIN = 1 / 150
@@ -106,7 +106,7 @@ def _joined_gather(members: Sequence[Gather]) -> Gather:
         **_together(members),
         full_bytes=kept,
         last_use=max(member.last_use for member in members),
-        alone_out_bytes=kept,
+        alone_out_bytes=kept if not is_coalesced(members) or any(m.alone_out_bytes for m in members) else 0,
     )
 
 
@@ -121,8 +121,10 @@ def _joined_reduction(members: Sequence[Reduction]) -> Reduction:
 
 
 def _together(members: Sequence[Gather] | Sequence[Reduction]) -> dict[str, Any]:
-    """Fields that gathers and reductions have, of several as one: never copied as a bucket of one would be."""
+    """Fields that gathers and reductions have, of several as one: copied as those would be, however it is sent."""
     names = ("wire_bytes", "shard_bytes", "scratch_bytes", "copy_in_us", "copy_out_us")
     found = {name: sum(getattr(member, name) for member in members) for name in names}
-    alone = {"alone_in_us": found["copy_in_us"], "alone_out_us": found["copy_out_us"]}
+    alone = {"alone_in_us": found["copy_in_us"], "alone_out_us": found["copy_out_us"], "coalesced_us": None}
+    if is_coalesced(members):
+        alone = {name: sum(getattr(member, name) for member in members) for name in alone}
     return {**found, **alone, "ready": max(member.ready for member in members)}

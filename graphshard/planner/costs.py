@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch
-from graphshard.planner.problem import Gather, Problem, Reduction, copy_in_us, copy_out_us, then_us, transfer_us
+from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch, kept_bytes
+from graphshard.planner.problem import (
+    Gather,
+    Problem,
+    Reduction,
+    copy_in_us,
+    copy_out_us,
+    is_flat,
+    then_us,
+    transfer_us,
+)
 from graphshard.planner.schedule import Bucket
 
 
@@ -50,7 +59,7 @@ def gather_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
     items = [problem.gathers[i] for i in members]
     held, freed = held_by_launch(items)
     out = copied_out_bytes(items)
-    need = min(item.first_use for item in items)
+    need, flat = min(item.first_use for item in items), is_flat(items)
     return BucketCost(
         bucket=Bucket("gather", members),
         stream=items[0].transfer.stream,
@@ -66,7 +75,7 @@ def gather_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
         out=out,
         freed_by_wait=freed_by_wait(items),
         freed_by_finish=freed_by_finish(items),
-        frees=tuple((item.last_use, kept_bytes(item, len(items) == 1)) for item in items),
+        frees=tuple((item.last_use, kept_bytes(item, flat)) for item in items),
         spans=tuple(_spans(items, need, held + out)),
         wire_bytes=sum(item.wire_bytes for item in items),
     )
@@ -98,14 +107,9 @@ def reduction_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
     )
 
 
-def kept_bytes(gather: Gather, alone: bool) -> int:
-    """What one gathered parameter holds until its last use."""
-    return gather.alone_out_bytes or gather.wire_bytes if alone else gather.full_bytes
-
-
 def most_kept_bytes(gather: Gather) -> int:
     """The same, in whatever bucket."""
-    return max(kept_bytes(gather, True), kept_bytes(gather, False))
+    return max(kept_bytes(gather, flat=True), kept_bytes(gather, flat=False))
 
 
 def _spans(items: Sequence[Gather], need: int, most: int) -> list[tuple[int, int, int]]:

@@ -6,8 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch, scratch_bytes
-from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.memory import (
+    copied_out_bytes,
+    freed_by_finish,
+    freed_by_wait,
+    held_by_launch,
+    kept_bytes,
+    scratch_bytes,
+    sent_themselves_bytes,
+)
+from graphshard.planner.problem import Gather, Problem, Reduction, is_flat
 from graphshard.planner.schedule import Action, Schedule, Step
 
 
@@ -81,31 +89,23 @@ class _Walk:
     def wait(self, members: Sequence[Gather] | Sequence[Reduction], step: Step, at: int) -> None:
         freed = freed_by_wait(members)
         if isinstance(members[0], Reduction):
-            sent_itself = len(members) == 1 and members[0].alone_in_us == 0.0
-            then = freed_by_finish(members)
+            sent_themselves, then = sent_themselves_bytes(members), freed_by_finish(members)
             if step == "wait":
-                self.buffers += then
-                if sent_itself:
-                    self.gradients -= freed + then
-                else:
-                    self.buffers -= freed + then
+                self.gradients -= sent_themselves
+                self.buffers -= freed - sent_themselves
             else:
                 self.buffers -= then
             return
-        full = copied_out_bytes(members)
-        if full:
-            self.parameters += full
-        else:
-            received = sum(member.wire_bytes for member in members)
-            self.buffers -= received
-            self.parameters += received
+        flat = is_flat(members)
+        gathers = [gather for gather in members if isinstance(gather, Gather)]
+        received = sum(gather.wire_bytes for gather in gathers if not flat and not gather.alone_out_bytes)
+        self.buffers -= received
+        self.parameters += received + copied_out_bytes(members)
         self._see(at)
         self.buffers -= freed
-        for gather in members:
-            assert isinstance(gather, Gather)
+        for gather in gathers:
             if gather.last_use < len(self.frees) - 1:
-                kept = gather.full_bytes if len(members) > 1 else gather.alone_out_bytes or gather.wire_bytes
-                self.frees[max(gather.last_use, at)] += kept
+                self.frees[max(gather.last_use, at)] += kept_bytes(gather, flat)
 
     def end_of(self, at: int) -> None:
         if at < len(self.grads) - 1:

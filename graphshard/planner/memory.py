@@ -8,32 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.problem import Gather, Problem, Reduction, is_flat
 
 
 def held_by_launch(members: Sequence[Gather] | Sequence[Reduction]) -> tuple[int, int]:
     """Bytes that a launch allocates, and those that are free once its copy-in is done."""
-    if isinstance(members[0], Reduction):
-        shards = sum(member.shard_bytes for member in members)
-        grads = sum(member.grad_bytes for member in members if isinstance(member, Reduction))
-        if len(members) == 1 and members[0].alone_in_us == 0.0:
-            return shards, 0  # the gradient itself is sent: free behind the wait
-        scratch = scratch_bytes(members)
-        return shards + sum(member.wire_bytes for member in members) + scratch, grads + scratch
-    copied = len(members) > 1 or members[0].alone_in_us > 0.0
-    shards = sum(member.shard_bytes for member in members) if copied else 0
+    flat = is_flat(members)
     scratch = scratch_bytes(members)
-    return sum(member.wire_bytes for member in members) + shards + scratch, scratch
+    held, freed = scratch, scratch
+    for member in members:
+        copied = flat or member.alone_in_us > 0.0
+        if isinstance(member, Reduction):  # where the gradient itself is sent, it is free behind the wait
+            held += member.shard_bytes + (member.wire_bytes if copied else 0)
+            freed += member.grad_bytes if copied else 0
+        else:
+            held += member.wire_bytes + (member.shard_bytes if copied else 0)
+    return held, freed
 
 
 def scratch_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
     """Bytes that a copy-in allocates besides, until it is done."""
-    if len(members) > 1:
+    if is_flat(members):
         return sum(member.scratch_bytes for member in members)
-    first = members[0]
-    if isinstance(first, Gather) or first.alone_in_us == 0.0:
-        return 0
-    return max(0, first.scratch_bytes - first.wire_bytes)
+    return sum(
+        max(0, member.scratch_bytes - member.wire_bytes)
+        for member in members
+        if isinstance(member, Reduction) and member.alone_in_us > 0.0
+    )
 
 
 def freed_by_wait(members: Sequence[Gather] | Sequence[Reduction]) -> int:
@@ -41,13 +42,23 @@ def freed_by_wait(members: Sequence[Gather] | Sequence[Reduction]) -> int:
 
     Less those that the all-reduce behind a reduce-scatter takes.
     """
-    if isinstance(members[0], Reduction):
-        sent_itself = len(members) == 1 and members[0].alone_in_us == 0.0
-        sent = members[0].grad_bytes if sent_itself else sum(member.wire_bytes for member in members)
-        return sent - freed_by_finish(members)
-    copied = len(members) > 1 or members[0].alone_in_us > 0.0
-    shards = sum(member.shard_bytes for member in members) if copied else 0
-    return shards + (sum(member.wire_bytes for member in members) if copied_out_bytes(members) else 0)
+    flat = is_flat(members)
+    freed = 0
+    for member in members:
+        copied = flat or member.alone_in_us > 0.0
+        if isinstance(member, Reduction):
+            freed += member.wire_bytes if copied else member.grad_bytes
+        else:
+            freed += member.shard_bytes if copied else 0
+            freed += member.wire_bytes if flat or member.alone_out_bytes else 0
+    return freed - freed_by_finish(members)
+
+
+def sent_themselves_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
+    """Bytes of gradients that no copy is made of to reduce them."""
+    if is_flat(members):
+        return 0
+    return sum(m.grad_bytes for m in members if isinstance(m, Reduction) and m.alone_in_us == 0.0)
 
 
 def freed_by_finish(members: Sequence[Gather] | Sequence[Reduction]) -> int:
@@ -59,10 +70,13 @@ def freed_by_finish(members: Sequence[Gather] | Sequence[Reduction]) -> int:
 
 def copied_out_bytes(members: Sequence[Gather] | Sequence[Reduction]) -> int:
     """Bytes that a gathered bucket is copied out to."""
-    if len(members) > 1:
-        return sum(member.full_bytes for member in members if isinstance(member, Gather))
-    first = members[0]
-    return first.alone_out_bytes if isinstance(first, Gather) else 0
+    flat = is_flat(members)
+    return sum(m.full_bytes if flat else m.alone_out_bytes for m in members if isinstance(m, Gather))
+
+
+def kept_bytes(gather: Gather, flat: bool) -> int:
+    """What one gathered parameter holds until its last use."""
+    return gather.full_bytes if flat else gather.alone_out_bytes or gather.wire_bytes
 
 
 class Memory:
@@ -100,11 +114,11 @@ class Memory:
         full = copied_out_bytes(members)
         self._see(at, full)
         self.live += full - freed_by_wait(members)
+        flat = is_flat(members)
         for gather in members:
             assert isinstance(gather, Gather)
-            kept = gather.full_bytes if len(members) > 1 else gather.alone_out_bytes or gather.wire_bytes
             if gather.last_use < len(self.problem.ops):
-                self.frees[max(gather.last_use, at)] += kept
+                self.frees[max(gather.last_use, at)] += kept_bytes(gather, flat)
 
     def end_of(self, at: int) -> None:
         if at < len(self.problem.ops):

@@ -54,10 +54,11 @@ class Gather:
         last_use: the op behind which it is free; the number of ops: never.
         ready: the first op before which it can be launched.
         copy_in_us, copy_out_us: in a bucket with others.
-        alone_in_us, alone_out_us: in a bucket of its own.
+        alone_in_us, alone_out_us: in a bucket of its own, or in one that is coalesced.
         alone_out_bytes: of what is copied out of a bucket of its own; 0: nothing is.
         shard_bytes: of this rank's part as it is sent, where a copy is made for it.
         scratch_bytes: that the copy into a bucket with others allocates besides, until it is done.
+        coalesced_us: that it adds to a collective that takes several tensors; None: it cannot be one of them.
     """
 
     fqn: str
@@ -76,6 +77,7 @@ class Gather:
     alone_out_bytes: int = 0
     shard_bytes: int = 0
     scratch_bytes: int = 0
+    coalesced_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class Reduction:
         shard_bytes: of the result.
         ready: the first op before which it can be launched.
         copy_in_us, copy_out_us: in a bucket with others.
-        alone_in_us, alone_out_us: in a bucket of its own; `alone_in_us` 0: the gradient itself is sent.
+        alone_in_us, alone_out_us: as of a gather; `alone_in_us` 0: the gradient itself is sent.
         scratch_bytes: as of a gather; in a bucket of its own, what is sent is part of it.
+        coalesced_us: as of a gather.
     """
 
     fqn: str
@@ -109,6 +112,7 @@ class Reduction:
     alone_in_us: float = 0.0
     alone_out_us: float = 0.0
     scratch_bytes: int = 0
+    coalesced_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,19 +219,42 @@ def _want(value: float) -> str:
     return "" if isfinite(value) and value >= 0 else f"got {value}, want a finite number, not negative"
 
 
+def is_coalesced(members: Sequence[Gather] | Sequence[Reduction]) -> bool:
+    """Whether the collective of a bucket takes its members one by one: copies of a flat buffer would take longer."""
+    if len(members) == 1:
+        return False
+    apart_us = flat_us = 0.0
+    for member in members:
+        if member.coalesced_us is None:
+            return False
+        apart_us += member.coalesced_us + member.alone_in_us + member.alone_out_us
+        flat_us += member.copy_in_us + member.copy_out_us
+    return apart_us < flat_us
+
+
+def is_flat(members: Sequence[Gather] | Sequence[Reduction]) -> bool:
+    """Whether the members of a bucket are copied into one buffer, or out of one."""
+    return len(members) > 1 and not is_coalesced(members)
+
+
 def copy_in_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
     """Time of the copy into a bucket."""
-    return members[0].alone_in_us if len(members) == 1 else sum(member.copy_in_us for member in members)
+    if is_flat(members):
+        return sum(member.copy_in_us for member in members)
+    return sum(member.alone_in_us for member in members)
 
 
 def copy_out_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
     """Time of the copy out of a bucket."""
-    return members[0].alone_out_us if len(members) == 1 else sum(member.copy_out_us for member in members)
+    if is_flat(members):
+        return sum(member.copy_out_us for member in members)
+    return sum(member.alone_out_us for member in members)
 
 
 def transfer_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
     """Time of a bucket's collective."""
-    return members[0].transfer.us(sum(member.wire_bytes for member in members))
+    more_us = sum(member.coalesced_us or 0.0 for member in members) if is_coalesced(members) else 0.0
+    return members[0].transfer.us(sum(member.wire_bytes for member in members)) + more_us
 
 
 def then_us(members: Sequence[Reduction]) -> float:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard import driver
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import WAIT, Collective, collective, is_call, launches, output_args, val
+from graphshard.ir import Collective, collective, launches, output_args, val, waits_of
 from graphshard.liveness import Allocation, allocations_of, value_of
 from graphshard.passes.apply_flags import HELD
 from graphshard.passes.apply_residency import RESIDENT
@@ -96,7 +96,7 @@ def count_memory(gm: GraphModule, direction: str, *, grads_only: bool = False) -
         for allocation in allocations[node]:
             end[allocation] = max(end.get(allocation, 0), position[node], *(position[user] for user in node.users))
     for launch in launches(gm.graph):  # a collective reads its input until it is awaited
-        wait = next(position[user] for user in launch.users if is_call(user, WAIT))
+        wait = max(position[wait] for wait in waits_of(launch))
         for source in launch.all_input_nodes:
             for allocation in allocations[source]:
                 end[allocation] = max(end[allocation], wait)

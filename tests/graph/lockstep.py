@@ -29,8 +29,12 @@ class _InFlight:
     """A collective that was launched: its inputs by rank are read when it is awaited, as late as the network may."""
 
     node: Node
-    inputs: list[Tensor]
+    inputs: list[Any]
     groups: Groups
+
+    def __getitem__(self, place: int) -> _InFlight:
+        """One tensor of several."""
+        return _InFlight(self.node, [inputs[place] for inputs in self.inputs], self.groups)
 
     def members(self, rank: int) -> Sequence[int]:
         """The ranks of the group that `rank` is in."""
@@ -69,7 +73,8 @@ def run_ranks(gm: GraphModule, args_by_rank: Sequence[Sequence[Any]], groups: Gr
         if node.op == "output":
             return [[env[out] if isinstance(out, Node) else out for out in node.args[0]] for env in envs]
         if node.target in LAUNCHES:
-            flight = _InFlight(node, [env[node.args[0]] for env in envs], groups)
+            inputs = [torch.fx.node.map_arg(node.args[0], env.__getitem__) for env in envs]
+            flight = _InFlight(node, inputs, groups)
         for rank, env in enumerate(envs):
             if node.op == "placeholder":
                 env[node] = remaining[rank].pop(0)

@@ -92,11 +92,11 @@ def test_dumps_are_written_for_each_pass_that_did_something(tmp_path: Path, monk
         "region0.1.backward.0.captured.ir",
         "region0.1.backward.3.apply_flags.ir",
         "region0.1.backward.4.assign_buckets.ir",
-        "region0.1.backward.5.insert_collectives.ir",
-        "region0.1.backward.7.order_launches.ir",
+        "region0.1.backward.6.insert_collectives.ir",
+        "region0.1.backward.8.order_launches.ir",
     ]
     assert dumps["region0.1.backward.0.captured.ir"] == format_graph(marked.graph)
-    last = dumps["region0.1.backward.7.order_launches.ir"]
+    last = dumps["region0.1.backward.8.order_launches.ir"]
     assert last == f"# {lowered.edits[-1][1]}\n{format_graph(lowered.gm.graph)}"
 
 

@@ -26,8 +26,9 @@ def test_text_of_a_program_is_complete() -> None:
         full_program().to_text(top=3),
         """\
 graphshard plan for 2 x test
-Times are predicted by simulation. A bucket is one collective for several parameters. Exposed: time that the computation
-stands still, waiting for a collective. Lower bound: what no schedule can beat.
+Times are predicted by simulation. A bucket is one collective for several parameters; a coalesced one takes their
+tensors one by one, without copies into and out of a buffer. Exposed: time that the computation stands still, waiting
+for a collective. Lower bound: what no schedule can beat.
 note: region 1 is not planned: it has one unit.
 
 region 0 backward (plan: auto)

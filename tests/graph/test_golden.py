@@ -7,6 +7,7 @@ graphs are built by hand, so that they are the same with every torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,20 @@ def inference_tied() -> Marked:
     return build.finish(build.call(aten.add.Tensor, scores, build.call(aten.unsqueeze.default, ids, 1)))
 
 
+def _coalesced(marked: Marked) -> Marked:
+    return replace(marked, ctx=replace(marked.ctx, coalesces=lambda kind, members: len(members) > 1))
+
+
+def forward_coalesced() -> Marked:
+    """No flat buffer."""
+    return _coalesced(toy_forward(toy_weights(1)))
+
+
+def backward_coalesced() -> Marked:
+    """The same, of matrices that are sharded on their second dim."""
+    return _coalesced(toy_backward([replace(w, dim=len(w.size) - 1) for w in toy_weights(1)]))
+
+
 def alone() -> Marked:
     """One rank."""
     return toy_forward(toy_weights(1, world_size=1, param_dtype=BF16), "inference")
@@ -107,6 +122,8 @@ GRAPHS: list[Callable[[], Marked]] = [
     replicated,
     inference_mixed,
     inference_tied,
+    forward_coalesced,
+    backward_coalesced,
     alone,
 ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,17 +19,18 @@ from graphshard import driver
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
 from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import WAIT, Flags, PassContext, aten, collective, is_call, launches, reductions, val
+from graphshard.ir import WAIT, Flags, PassContext, aten, collective, is_call, launches, reductions, val, waits_of
 from graphshard.liveness import held_by_caller, lifetimes, live_bytes, peak_bytes
 from graphshard.plan import END
-from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, simulate
-from graphshard.planning import Planning, RegionPlanning, named_plan
+from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, is_coalesced, simulate
+from graphshard.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
 from graphshard.settings import UnitSettings
 from tests.graph.graphs import BATCH, BF16, CLASSES, F32, WIDTH, Marked, toy_backward, toy_forward, toy_weights
 from tests.graph.lockstep import mesh_groups, run_ranks
 
 EXAMPLES = settings(max_examples=40)
 SCENE = Scene(CostModel(HARDWARE["h100"]), lambda name: GroupShape(4, 1))
+COALESCING = replace(SCENE, coalesces=lambda group, kind: True)
 
 LAYOUTS = st.sampled_from(
     [
@@ -63,10 +66,11 @@ def schedules(draw: st.DrawFn, problem: Problem) -> Schedule:
     return Schedule(tuple(buckets), tuple(action for *_, action in sorted(placed)))
 
 
-def lowered(marked: Marked, schedule: Schedule | None, fuses: bool = False) -> Any:
-    problem = extract_problem(marked.graph, marked.ctx, SCENE)
-    planner = None if schedule is None else lambda graph, ctx: named_plan(problem, schedule)
-    return driver.lower(marked.gm, replace(marked.ctx, planner=planner, fuses=fuses), "test").gm
+def lowered(marked: Marked, schedule: Schedule | None, problem: Problem | None = None, fuses: bool = False) -> Any:
+    found = problem or extract_problem(marked.graph, marked.ctx, SCENE)
+    planner = None if schedule is None else lambda graph, ctx: named_plan(found, schedule)
+    ctx = replace(marked.ctx, planner=planner, fuses=fuses, coalesces=partial(bucket_is_coalesced, found))
+    return driver.lower(marked.gm, ctx, "test").gm
 
 
 def toys(layout: dict[str, Any]) -> list[tuple[Marked, Callable[[int], list[Tensor]]]]:
@@ -90,15 +94,16 @@ def toys(layout: dict[str, Any]) -> list[tuple[Marked, Callable[[int], list[Tens
 
 
 @EXAMPLES
-@given(st.data(), LAYOUTS, st.sampled_from([0, 1]), st.booleans())
+@given(st.data(), LAYOUTS, st.sampled_from([0, 1]), st.booleans(), st.booleans())
 def test_any_schedule_gives_the_same_results_in_its_order_and_bytes(
-    data: st.DataObject, layout: dict[str, Any], which: int, fuses: bool
+    data: st.DataObject, layout: dict[str, Any], which: int, fuses: bool, coalesces: bool
 ) -> None:
     marked, arguments = toys(layout)[which]
-    problem = extract_problem(marked.graph, replace(marked.ctx, fuses=fuses), SCENE)
+    scene = COALESCING if coalesces else SCENE
+    problem = extract_problem(marked.graph, replace(marked.ctx, fuses=fuses), scene)
     schedule = data.draw(schedules(problem))
     check_schedule(problem, schedule)
-    planned = lowered(marked, schedule, fuses)
+    planned = lowered(marked, schedule, problem, fuses)
     _assert_in_order(planned.graph, problem, schedule)
     _assert_foretold(planned.graph, marked.ctx, problem, simulate(problem, schedule).live_bytes)
     world_size, replicas = layout["world_size"], layout.get("replicas", 1)
@@ -142,7 +147,9 @@ def _assert_in_order(graph: Any, problem: Problem, schedule: Schedule) -> None:
         if node in name_of:
             got.append(("launch", name_of[node], ops[at]))
         elif is_call(node, WAIT):
-            got.append(("wait", name_of[node.args[0]], ops[at]))  # type: ignore[index]
+            source = node.args[0].args[0] if is_call(node.args[0], operator.getitem) else node.args[0]
+            arrived = ("wait", name_of[source], ops[at])
+            got += [arrived] * (got[-1] != arrived)  # one wait for each tensor of a coalesced bucket
     assert got == want
 
 
@@ -217,3 +224,40 @@ def test_fused_copies_are_planned_without_their_scratch_and_kernels() -> None:
             assert after.copy_in_us < before.copy_in_us
             assert after.scratch_bytes <= before.scratch_bytes
             assert after.alone_in_us == before.alone_in_us
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_bucket_is_coalesced_where_that_takes_less_than_its_copies(which: int) -> None:
+    marked, _ = toys({"world_size": 3})[which]
+    problem = extract_problem(marked.graph, marked.ctx, COALESCING)
+    # Small tensors: a kernel each to copy in, and one more to copy a gathered one out.
+    problem = replace(problem, reductions=tuple(replace(item, coalesced_us=1.0) for item in problem.reductions))
+    schedule = fsdp2_schedule(problem)
+    buckets = [schedule.members(problem, number) for number in range(len(schedule.buckets))]
+    several = [members for members in buckets if len(members) > 1]
+    assert several and all(map(is_coalesced, several))
+    graph = lowered(marked, schedule, problem).graph
+    assert not graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert {len(waits_of(launch)) for launch in launches(graph)} >= {len(members) for members in several}
+    dear = [replace(member, coalesced_us=1e6) for member in several[0]]  # type: ignore[type-var]
+    assert not is_coalesced(dear) and not is_coalesced(several[0][:1])  # type: ignore[arg-type]
+    fused = extract_problem(marked.graph, replace(marked.ctx, fuses=True), COALESCING)
+    assert not any(is_coalesced(schedule.members(fused, number)) for number in range(len(buckets)))
+
+
+def test_what_needs_a_flat_buffer_is_not_coalesced() -> None:
+    for layout in ({"world_size": 2, "replicas": 2}, {"world_size": 1, "replicas": 2}):
+        marked = toy_backward([replace(weight, **layout) for weight in toy_weights(2)])
+        found = extract_problem(marked.graph, marked.ctx, COALESCING)
+        assert all(reduction.coalesced_us is None for reduction in found.reductions)
+        assert all(gather.coalesced_us is not None for gather in found.gathers)
+    mixed = [replace(weight, param_dtype=dtype) for weight, dtype in zip(toy_weights(1), (F32, BF16, F32), strict=True)]
+    marked = toy_forward(mixed)
+    assert all(g.coalesced_us is None for g in extract_problem(marked.graph, marked.ctx, COALESCING).gathers)
+    for settings_ in (UnitSettings(custom_all_gather="k"), UnitSettings(custom_reduce_scatter="k")):
+        marked = toy_backward(toy_weights(1))
+        flags = Flags(units=(("blocks.0", settings_),))
+        found = extract_problem(marked.graph, replace(marked.ctx, flags=flags), COALESCING)
+        for item in (*found.gathers, *found.reductions):
+            custom = settings_.custom_all_gather if item in found.gathers else settings_.custom_reduce_scatter
+            assert (item.coalesced_us is None) == bool(custom and item.unit == "blocks.0")
