@@ -21,13 +21,13 @@ class Claim:
     Attributes:
         says: the claim, with its bound.
         got: the number, as printed.
-        holds: whether it does.
+        holds: whether it does; None: it was not measured.
     """
 
     backend: str
     says: str
     got: str
-    holds: bool
+    holds: bool | None
 
 
 def check_claims(rows: Sequence[CompileRow], whole: str, by_unit: str) -> list[Claim]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,43 @@ class Machine:
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             os.getloadavg()[0],
         )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU, and what drives it."""
+
+    name: str
+    memory_bytes: int
+    driver_version: str
+    cuda_version: str
+    triton_version: str
+
+    @staticmethod
+    def this(device: torch.device) -> Gpu:
+        properties = torch.cuda.get_device_properties(device)
+        return Gpu(
+            properties.name,
+            properties.total_memory,
+            _driver_version(),
+            torch.version.cuda or "none",
+            _version_of("triton"),
+        )
+
+
+def _driver_version() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    return next(iter(said.split()), "unknown")
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _cpu_model() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.claims import Claim
-from bench.machine import Machine
+from bench.machine import Gpu, Machine
 from bench.rows import CompileRow, DispatchRow, FlipRow, GrowthRow, StepRow
 
 
@@ -30,6 +30,14 @@ def machine_lines(machine: Machine) -> list[str]:
     if machine.busy:
         lines.append("NOTE: other programs ran when this one began: these timings are no results")
     return lines
+
+
+def gpu_line(gpu: Gpu) -> str:
+    """The GPU that the measurement ran on."""
+    return (
+        f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, driver {gpu.driver_version}, "
+        f"CUDA {gpu.cuda_version}, Triton {gpu.triton_version}"
+    )
 
 
 def step_table(rows: Sequence[StepRow]) -> list[str]:
@@ -108,9 +116,10 @@ def growth_table(rows: Sequence[GrowthRow]) -> list[str]:
 
 def claim_table(claims: Sequence[Claim]) -> list[str]:
     """Each claim, the number found, and yes or no."""
+    words = {True: "yes", False: "NO", None: "-"}
     return align(
         ("backend", "claim", "got", "holds"),
-        [(claim.backend, claim.says, claim.got, "yes" if claim.holds else "NO") for claim in claims],
+        [(claim.backend, claim.says, claim.got, words[claim.holds]) for claim in claims],
     )
 
 
