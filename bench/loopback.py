@@ -62,8 +62,9 @@ class Launch:
 class _Work(Work):
     """Arrives when a thread says so."""
 
-    def __init__(self, outputs: list[Tensor]) -> None:
+    def __init__(self, outputs: list[Tensor], waited: list[float]) -> None:
         super().__init__()
+        self._waited = waited
         self._arrived = threading.Event()
         self._future: Future[list[Tensor]] = Future()
         self._outputs = outputs
@@ -78,8 +79,10 @@ class _Work(Work):
             self._future.set_exception(error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        start_s = time.perf_counter()
         if not self._arrived.wait(timeout.total_seconds() or TIMEOUT_S):
             raise TimeoutError("loopback: a collective did not arrive in time")
+        self._waited.append(1e6 * (time.perf_counter() - start_s))
         if self._error is not None:
             raise self._error
         return True
@@ -120,13 +123,18 @@ class LoopbackGroup(dist.ProcessGroup):
         size: number of ranks.
         network: that is pretended.
         launches: every collective is appended to it.
+        waited_us: on the CPU, how long each wait stood still.
     """
 
-    def __init__(self, rank: int, size: int, network: Network, launches: list[Launch]) -> None:
+    # c10d asks the backend that runs the collectives; here that is the group itself.
+    supports_coalescing = True
+
+    def __init__(self, rank: int, size: int, network: Network, launches: list[Launch], waited_us: list[float]) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._network = network
         self._launches = launches
+        self._waited_us = waited_us
         self._names = {"name": "", "description": ""}
         self._queue: queue.SimpleQueue[tuple[_Work, Callable[[], None], float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -256,7 +264,7 @@ class LoopbackGroup(dist.ProcessGroup):
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="loopback")
             self._thread.start()
-        work = _Work(list(outputs))
+        work = _Work(list(outputs), self._waited_us)
         self._queue.put((work, move, us))
         return work
 
@@ -308,10 +316,12 @@ class Loopback:
 
     Attributes:
         launches: every collective of every group, in order.
+        waited_us: on the CPU, how long each wait stood still.
     """
 
     def __init__(self, world_size: int, alpha_us: float = 20.0, gb_s: float = 50.0, rank: int = 0) -> None:
         self.launches: list[Launch] = []
+        self.waited_us: list[float] = []
         self._world_size, self._rank = world_size, rank
         self._network = Network(alpha_us, gb_s)
         self._groups: list[LoopbackGroup] = []
@@ -326,7 +336,7 @@ class Loopback:
 
     def group(self, rank: int, size: int) -> LoopbackGroup:
         """A new group on this network."""
-        self._groups.append(LoopbackGroup(rank, size, self._network, self.launches))
+        self._groups.append(LoopbackGroup(rank, size, self._network, self.launches, self.waited_us))
         return self._groups[-1]
 
     def __exit__(
