@@ -6,6 +6,9 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
 MATRIX ?= 2.11.0 2.15.0
+# The Triton that a torch was released with.
+TRITON_2.11.0 := triton==3.6.0
+TRITON_2.15.0 := triton
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -22,7 +25,7 @@ help:
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
-	@echo 'make matrix  the parity tests on torch $(MATRIX), each in a .venv-VERSION of its own'
+	@echo 'make matrix  the parity and kernel tests on torch $(MATRIX), each in a .venv-VERSION of its own'
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
@@ -51,7 +54,7 @@ matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
 .SECONDEXPANSION:
 $(MATRIX_RUNS): matrix-%: $$(if $$(call matrix_python,$$*),,.venv-$$*/.installed)
 	@echo '=== torch $* ==='
-	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist $(PYTEST_FLAGS)
+	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(PYTEST_FLAGS)
 
 define CREATE
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("graphshard needs Python 3.11 or newer; \
@@ -66,7 +69,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(MATRIX:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml
 	$(CREATE)
-	$(@D)/bin/python -m pip install $(PIP_FLAGS) 'torch==$*' --editable '.[test]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) 'torch==$*' $(TRITON_$*) --editable '.[test]'
 	@touch $@
 
 clean:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -22,33 +22,51 @@ _MOST_TABLES = 4096
 
 
 class _Tables:
-    """Tables on a device, by the addresses and the layout that they hold."""
+    """Tables on a device, by the stream that reads them and by the addresses and the layout that they hold."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[object, tuple[Tensor, Tensor]] = OrderedDict()
-        self._captured: list[tuple[Tensor, Tensor]] = []
+        self._captured: list[Tensor] = []
 
     def get(
         self, device: torch.device, addresses: tuple[int, ...], segments: tuple[Segment, ...]
     ) -> tuple[Tensor, Tensor]:
-        """`[K, 5]` int64 and `[B, 2]` int32 on `device`, for tensors at `addresses`."""
-        key = (device, addresses, segments)
+        """`[K, 5]` int64 and `[B, 2]` int32 on `device`, the current one, for tensors at `addresses`."""
+        if device.type != "cuda":
+            return self._cached((addresses, segments), lambda: _host_tables(addresses, segments))
+        if torch.cuda.is_current_stream_capturing():
+            # Every replay copies them again: the host's stay, and the device's are the graph's scratch. None of the
+            # others' is taken, and none is left to others: what a capture copies is not there before a replay.
+            host = _pinned(_host_tables(addresses, segments))
+            self._captured += host
+            return _on(device, host)
+        stream = torch.cuda.current_stream(device).cuda_stream  # another one is not behind the copy
+        key = (device, stream, addresses, segments)
+        return self._cached(key, lambda: _on(device, _pinned(_host_tables(addresses, segments))))
+
+    def _cached(self, key: object, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if (found := self._found.get(key)) is not None:
             self._found.move_to_end(key)
             return found
-        rows = [(address, *segment) for address, segment in zip(addresses, segments, strict=True)]
-        assert len(rows[0]) == COLUMNS
-        host = [torch.tensor(rows, dtype=torch.int64), torch.tensor(block_map(segments, BLOCK), dtype=torch.int32)]
-        if device.type == "cuda":
-            # Pinned, the copy waits for nothing, and the allocator keeps the host's memory until it is done.
-            host = [table.pin_memory() for table in host]
-        tables = [table.to(device, non_blocking=True) for table in host]
-        found = self._found[key] = (tables[0], tables[1])
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured += [found, (host[0], host[1])]  # every replay copies and reads them again
-        elif len(self._found) > _MOST_TABLES:
+        found = self._found[key] = make()
+        if len(self._found) > _MOST_TABLES:
             self._found.popitem(last=False)
         return found
+
+
+def _host_tables(addresses: tuple[int, ...], segments: tuple[Segment, ...]) -> tuple[Tensor, Tensor]:
+    rows = [(address, *segment) for address, segment in zip(addresses, segments, strict=True)]
+    assert len(rows[0]) == COLUMNS
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(block_map(segments, BLOCK), dtype=torch.int32)
+
+
+def _pinned(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Their copy waits for nothing, and the allocator keeps the host's memory until it is done."""
+    return tables[0].pin_memory(), tables[1].pin_memory()
+
+
+def _on(device: torch.device, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return tables[0].to(device, non_blocking=True), tables[1].to(device, non_blocking=True)
 
 
 _tables = _Tables()
@@ -85,7 +103,6 @@ def _launch(
 ) -> None:
     addresses = tuple(side.data_ptr() for side in sides)
     part = Layout(layout.rows, layout.row_numel, tuple(segments))
-    table, blocks = _tables.get(flat.device, addresses, part.segments)
     if dtype == flat.dtype and scale is None:
         moved = _INTEGERS[dtype.itemsize]
         flat, side_type = flat.view(moved), _MOVED[moved]
@@ -93,6 +110,7 @@ def _launch(
         side_type = _CAST[dtype]
     aligned = part.alignment() >= ALIGNED and not any(a % ADDRESS_BYTES for a in (flat.data_ptr(), *addresses))
     with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+        table, blocks = _tables.get(flat.device, addresses, part.segments)
         copy_segments[(blocks.shape[0], layout.rows)](
             flat,
             table,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import graphshard
 from bench.loopback import Loopback, Network
+from graphshard.compat import takes_several_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # names of torch 2.11 and 2.12
 
@@ -92,3 +94,37 @@ def test_eager_fsdp2_and_graphshard_meet_the_same_network() -> None:
         got = losses(model, network)
     assert want[1] == got[1] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
     assert all(map(torch.equal, got[0], want[0]))
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "auto"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backend_that_takes_several_tensors_gets_coalesced_buckets(
+    plan: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> tuple[list[Tensor], str, str]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)]
+        with Loopback(RANKS, alpha_us=10.0) as network:
+            mesh = init_device_mesh("cpu", (RANKS,))
+            model = graphshard.compile(nn.Sequential(*layers), mesh, backend=backend, plan=plan)
+            found, _ = losses(model, network)
+        programs = {program.direction: program for program in graphshard.report(model).programs}
+        return found, programs["forward"].ir, programs["backward"].ir
+
+    got, forward, backward = trained()
+    assert "all_gather_into_tensor_coalesced(" in forward
+    # A sum's bits are a matter of places in the buffer, and FSDP2's plan promises FSDP2's.
+    assert plan == "auto" or "reduce_scatter_tensor_coalesced(" not in backward
+    monkeypatch.setenv("GRAPHSHARD_DISABLE", "choose_copies")
+    want, forward, _ = trained()
+    assert "coalesced" not in forward and all(map(torch.equal, got, want))
+
+
+def test_gloo_has_no_coalesced_buckets(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert not takes_several_tensors(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    with Loopback(RANKS):
+        assert takes_several_tensors(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
