@@ -17,7 +17,7 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint types bench matrix clean $(MATRIX_RUNS)
+.PHONY: help demo test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
@@ -25,6 +25,7 @@ help:
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
+	@echo 'make bench-gpu  copies and overlap on one CUDA GPU: every claim in one table, nine minutes'
 	@echo 'make matrix  the parity and kernel tests on torch $(MATRIX), each in a .venv-VERSION of its own'
 
 demo: $(INSTALLED)
@@ -45,6 +46,9 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.dispatch
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.schedule
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m bench.gpu
 
 # MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it already.
 matrix: $(MATRIX_RUNS)
