@@ -18,7 +18,7 @@ _REPEATABLE_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE"
 
 
 def why_no_gpu() -> str | None:
-    """Why there is no CUDA GPU to test on; None: there is one. It asks NVML, and initializes nothing here."""
+    """Why there is no CUDA GPU to test on; None: there is one. Where NVML can be asked, CUDA is not initialized."""
     if torch.version.cuda is None:
         return f"no CUDA GPU: torch {torch.__version__} is built without CUDA"
     return None if _num_gpus() else f"no CUDA GPU: torch {torch.__version__} sees none"

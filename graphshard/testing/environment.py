@@ -12,7 +12,6 @@ def worker_environment() -> dict[str, str]:
     """This process's variables, and those that libraries read while they are imported."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     wanted["KINETO_LOG_LEVEL"] = "6"  # the profiler's own words would hide those of a failed test
-    wanted["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # workers are forks: an import must not initialize CUDA
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host name may not resolve inside a container
     return {**wanted, **os.environ}

@@ -5,9 +5,9 @@ started when it is first used; every task gets a process group, a store namespac
 
     results = pool(2).run(function, argument)   # a list, by rank
 
-Workers are forks of one process that has imported torch and started no thread: a new pool is ready in a fraction of a
-second. Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its traceback or the
-stacks of its threads, and retires the pool: the next task starts a fresh one.
+On CPU, workers are forks of one process that has imported torch and started no thread: a new pool is ready in a
+fraction of a second. Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its
+traceback or the stacks of its threads, and retires the pool: the next task starts a fresh one.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ class WorkerPool:
         self._store = TCPStore("127.0.0.1", 0, self.world_size, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="graphshard-workers-")
         self._tasks = 0
-        context = get_context("forkserver")
-        # One process imports torch, each worker is its fork: before any thread was started, and ready at once.
+        # One process imports torch, each worker is its fork: before any thread was started, and ready at once. But not
+        # on GPUs: Inductor asks for them when it is imported, and a fork of a process that did may use none.
+        context = get_context("forkserver") if self.device == "cpu" else get_context("spawn")
         context.set_forkserver_preload([serve.__module__])
         environment = {**NO_FLIGHT_RECORDER, **device_environment(self.device), **worker_environment()}
         # The fork server finds its imports by PYTHONPATH; the workers' own environment does not keep it.
