@@ -17,11 +17,12 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo test gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
 	@echo 'make test    run the tests'
+	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
@@ -33,6 +34,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Not in .venv: a CUDA build of torch is there already, or nothing is to be tested.
+gpu-test:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

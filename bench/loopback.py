@@ -40,10 +40,12 @@ class Network:
     Attributes:
         alpha_us: latency of a collective.
         gb_s: bus bandwidth: of the bytes that a rank sends, in GB/s.
+        late: bytes move when the time is up, not when it begins: what is written or read too early is then seen.
     """
 
     alpha_us: float = 20.0
     gb_s: float = 50.0
+    late: bool = False
 
     def us(self, sent_bytes: float) -> float:
         """Of a collective in which each rank sends so much."""
@@ -95,24 +97,36 @@ class _Work(Work):
 
 
 class _StreamWork(Work):
-    """Arrives when a stream is done: a wait orders the current stream behind it."""
+    """Arrives when a stream is done: a wait orders the current stream behind it.
 
-    def __init__(self, outputs: list[Tensor], done: torch.cuda.Event) -> None:
+    Until then it holds the tensors, so that their memory is not used again: what they are on was launched before the
+    wait, what comes behind it is ordered. As NCCL's does in torch, and unlike `Tensor.record_stream`, which frees late.
+    """
+
+    def __init__(self, outputs: list[Tensor], inputs: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         super().__init__()
-        self._done = done
         self._outputs = outputs
+        self._held = [*outputs, *inputs]
+        self._stream = stream
+        self._done = stream.record_event()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        torch.cuda.current_stream().wait_event(self._done)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        self._held.clear()
         return True
 
     def is_completed(self) -> bool:
         return self._done.query()
 
     def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future(devices=[self._outputs[0].device])
-        future.set_result(self._outputs)
+        future: Future[list[Tensor]] = Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # the future is done when the current stream is
+            future.set_result(self._outputs)
         return future
+
+    def __del__(self) -> None:
+        for tensor in self._held:  # nobody waited
+            tensor.record_stream(self._stream)
 
 
 class LoopbackGroup(dist.ProcessGroup):
@@ -121,20 +135,17 @@ class LoopbackGroup(dist.ProcessGroup):
     Args:
         rank: this rank.
         size: number of ranks.
-        network: that is pretended.
-        launches: every collective is appended to it.
-        waited_us: on the CPU, how long each wait stood still.
+        of: says what is pretended, and is told of every collective.
     """
 
     # c10d asks the backend that runs the collectives; here that is the group itself.
     supports_coalescing = True
 
-    def __init__(self, rank: int, size: int, network: Network, launches: list[Launch], waited_us: list[float]) -> None:
+    def __init__(self, rank: int, size: int, of: Loopback) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._network = network
-        self._launches = launches
-        self._waited_us = waited_us
+        self._of = of
+        self._network = of.network
         self._names = {"name": "", "description": ""}
         self._queue: queue.SimpleQueue[tuple[_Work, Callable[[], None], float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -258,13 +269,17 @@ class LoopbackGroup(dist.ProcessGroup):
         sent_bytes: float,
     ) -> Any:
         us = self._network.us(sent_bytes)
-        self._launches.append(Launch(kind, int(sent_bytes), us))
-        if outputs[0].is_cuda:
-            return self._launch_on_stream(list(outputs), inputs, move, us)
+        self._of.launches.append(Launch(kind, int(sent_bytes), us))
+        is_cuda = outputs[0].is_cuda
+        work = self._launch_on_stream(list(outputs), inputs, move, us) if is_cuda else self._queued(outputs, move, us)
+        self._of.on_launch()
+        return work
+
+    def _queued(self, outputs: Sequence[Tensor], move: Callable[[], None], us: float) -> _Work:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="loopback")
             self._thread.start()
-        work = _Work(list(outputs), self._waited_us)
+        work = _Work(list(outputs), self._of.waited_us)
         self._queue.put((work, move, us))
         return work
 
@@ -274,6 +289,8 @@ class LoopbackGroup(dist.ProcessGroup):
             work, move, us = item
             end_s = time.perf_counter() + us / 1e6
             try:
+                if self._network.late:
+                    time.sleep(us / 1e6)
                 with torch.no_grad():
                     move()
                 time.sleep(max(0.0, end_s - time.perf_counter()))
@@ -289,17 +306,17 @@ class LoopbackGroup(dist.ProcessGroup):
 
         device = outputs[0].device
         if self._stream is None:
+            # Its blocks are few and small: behind those of a matrix product a collective would begin late.
             self._stream = torch.cuda.Stream(device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._stream), torch.no_grad():  # and on its device, where Triton launches
             begun = hold_stream.mark(device)
-            move()
+            if not self._network.late:
+                move()
             hold_stream.hold(begun, us)
-            done = torch.cuda.Event()
-            done.record()
-        for tensor in (*outputs, *inputs):
-            tensor.record_stream(self._stream)
-        return _StreamWork(outputs, done)
+            if self._network.late:
+                move()
+        return _StreamWork(outputs, inputs, self._stream)
 
     def shutdown(self) -> None:
         """Ends the thread, behind what is launched."""
@@ -311,19 +328,29 @@ class Loopback:
 
     Args:
         world_size: number of ranks.
-        alpha_us, gb_s: of the network.
+        alpha_us, gb_s, late: of the network.
         rank: this one.
+        on_launch: called behind each launch, in the thread and on the stream that launched.
 
     Attributes:
         launches: every collective of every group, in order.
         waited_us: on the CPU, how long each wait stood still.
     """
 
-    def __init__(self, world_size: int, alpha_us: float = 20.0, gb_s: float = 50.0, rank: int = 0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        alpha_us: float = 20.0,
+        gb_s: float = 50.0,
+        rank: int = 0,
+        late: bool = False,
+        on_launch: Callable[[], object] | None = None,
+    ) -> None:
         self.launches: list[Launch] = []
         self.waited_us: list[float] = []
         self._world_size, self._rank = world_size, rank
-        self._network = Network(alpha_us, gb_s)
+        self.network = Network(alpha_us, gb_s, late)
+        self.on_launch = on_launch or _nothing
         self._groups: list[LoopbackGroup] = []
 
     def __enter__(self) -> Self:
@@ -336,7 +363,7 @@ class Loopback:
 
     def group(self, rank: int, size: int) -> LoopbackGroup:
         """A new group on this network."""
-        self._groups.append(LoopbackGroup(rank, size, self._network, self.launches, self.waited_us))
+        self._groups.append(LoopbackGroup(rank, size, self))
         return self._groups[-1]
 
     def __exit__(

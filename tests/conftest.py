@@ -1,13 +1,16 @@
 """Settings of every test run. Those of ranks are environment variables, which spawned ranks inherit."""
 
+import importlib.util
 import os
 
 import pytest
-from hypothesis import settings
 
-# The same examples in every run: `--hypothesis-profile=default` looks for new ones.
-settings.register_profile("graphshard", deadline=None, derandomize=True, database=None)
-settings.load_profile("graphshard")
+if importlib.util.find_spec("hypothesis"):  # tests/gpu runs without it
+    from hypothesis import settings
+
+    # The same examples in every run: `--hypothesis-profile=default` looks for new ones.
+    settings.register_profile("graphshard", deadline=None, derandomize=True, database=None)
+    settings.load_profile("graphshard")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 os.environ.setdefault("GRAPHSHARD_VERIFY", "2")  # every invariant after every pass

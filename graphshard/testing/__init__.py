@@ -10,7 +10,7 @@ from graphshard.testing.compare import (
 from graphshard.testing.failures import RankFailed, RankFailure
 from graphshard.testing.parity import ParityResult, check_parity
 from graphshard.testing.tolerance import Bitwise, Tolerance, Ulps, ulp_distance
-from graphshard.testing.training import TrainingRun, training_test
+from graphshard.testing.training import TrainingRun, rerun, training_test
 from graphshard.testing.workers import WorkerPool, pool, shutdown_pools
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "compare_nested",
     "compare_tensors",
     "pool",
+    "rerun",
     "shutdown_pools",
     "training_test",
     "ulp_distance",

@@ -39,6 +39,7 @@ from graphshard.testing.steps import (
     default_loss,
     default_optimizer,
     parameters,
+    place,
 )
 from graphshard.testing.tolerance import Bitwise, Tolerance
 
@@ -90,8 +91,8 @@ def check_parity(
     Args:
         build: makes the plain model; called twice, each time after `torch.manual_seed(seed)`.
         inputs: `inputs(index, rank)`: positional arguments, or (args, kwargs), of microbatch `index`, counted from 0
-            over all steps.
-        mesh: the mesh.
+            over all steps; tensors are moved to the mesh's device.
+        mesh: the mesh; the models are moved to its device.
         steps: optimizer steps.
         backend: of `graphshard.compile`.
         options: further options of `graphshard.compile`, or a function of the model for those that hold its modules.
@@ -110,11 +111,11 @@ def check_parity(
     Raises:
         ParityError: on the first difference, or if the model did not really run compiled.
     """
-    schedule = Schedule(inputs, loss, optimizer, steps, microbatches, sync, train, seed)
+    schedule = Schedule(inputs, loss, optimizer, steps, microbatches, sync, train, seed, mesh.device_type)
 
     def built() -> tuple[nn.Module, Mapping[str, Any]]:
         torch.manual_seed(seed)
-        model = build()
+        model = place(build(), mesh.device_type)
         return model, options(model) if callable(options) else options or {}
 
     reference, its_options = built()

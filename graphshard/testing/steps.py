@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -64,6 +64,7 @@ class Schedule:
         sync: reduce gradients in the backward of the ``"last"`` microbatch, or of ``"every"`` one.
         train: False: forwards only, under `torch.no_grad()`.
         seed: each forward starts from random numbers that follow from it, the microbatch's index and the rank.
+        device: inputs are moved there.
     """
 
     inputs: Inputs
@@ -74,6 +75,7 @@ class Schedule:
     sync: Literal["last", "every"] = "last"
     train: bool = True
     seed: int = 0
+    device: str = "cpu"
 
 
 class Trainer:
@@ -97,7 +99,7 @@ class Trainer:
                 last = microbatch == schedule.microbatches - 1
                 cast(FSDPModule, self._model).set_requires_gradient_sync(last)
             index, rank = step * schedule.microbatches + microbatch, dist.get_rank()
-            args, kwargs = _arguments(schedule.inputs(index, rank))
+            args, kwargs = _arguments(moved(schedule.inputs(index, rank), schedule.device))
             torch.manual_seed((schedule.seed << 20) + (index << 8) + rank)
             with torch.set_grad_enabled(schedule.train):
                 output = self._model(*args, **kwargs)
@@ -148,6 +150,29 @@ def copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [copied(item) for item in value]
     return value
+
+
+def moved(value: Any, device: str) -> Any:
+    """`value` with every tensor in its dicts, lists, tuples and dataclasses on a kind of device; on CPU as it is."""
+    if device == "cpu":
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value) if f.init})
+    return value
+
+
+def place(model: nn.Module, device: str) -> nn.Module:
+    """Moves a plain model to a kind of device, in place; one on the meta device stays there, as one on CPU does."""
+    if device == "cpu" or any(parameter.is_meta for parameter in model.parameters()):
+        return model
+    return model.to(device)
 
 
 def _tensors(value: object) -> list[Tensor]:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +35,9 @@ from graphshard.testing.evidence import Expected, Launches, check_launches, chec
 from graphshard.testing.functions import FunctionName
 from graphshard.testing.launches import COLLECTIVES, count_launches
 from graphshard.testing.reference import Annotate, shard_compiled, shard_eager
-from graphshard.testing.steps import Named, copied, gradients, parameters
+from graphshard.testing.steps import Named, copied, gradients, parameters, place
 from graphshard.testing.tolerance import Bitwise, Tolerance
-from graphshard.testing.workers import pool
+from graphshard.testing.workers import WorkerPool, pool
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -88,11 +89,12 @@ class TrainingRun:
         """Shards a plain model in place: with eager FSDP2 in the reference, with `graphshard.compile` otherwise.
 
         Args:
-            model: the model.
+            model: the model; it is moved to the mesh's device, as FSDP2 does with its inputs.
             annotate: `annotate(model, mesh)` shards it in both passes, instead of FSDP2's calls on
                 `graphshard.find_units`.
             options: of `graphshard.compile`.
         """
+        place(model, self.mesh.device_type)
         if self.is_reference:
             shard_eager(model, self.mesh, options, annotate)
         else:
@@ -141,6 +143,7 @@ class _Settings:
     allow_eager: tuple[str, ...]
     train: bool
     seed: int
+    device: str = "cpu"
 
 
 def training_test(
@@ -198,20 +201,47 @@ def training_test(
         own = list(inspect.signature(body).parameters.values())[1:]
         backend_parameter = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY)
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        vars(test).update({"__signature__": inspect.Signature([backend_parameter, *own]), _BODY: body})
+        signature = inspect.Signature([backend_parameter, *own])
+        vars(test).update({"__signature__": signature, _BODY: body, _SETTINGS: settings})
         parametrized: Callable[..., None] = pytest.mark.parametrize("backend", list(backends))(test)
         return parametrized
 
     return decorate
 
 
-_BODY = "training_body"
+_BODY, _SETTINGS = "training_body", "training_settings"
+
+
+def rerun(
+    test: Callable[..., None], workers: WorkerPool, backend: str, *, timeout_s: float = 300.0, **arguments: Any
+) -> None:
+    """Runs a `training_test` on other ranks: on another device, by another process group, or another number of them.
+
+    Args:
+        test: what `training_test` made.
+        workers: the ranks; of a test on a mesh of several axes, as many as it has.
+        backend: of `graphshard.compile`.
+        timeout_s: for both passes on the slowest rank.
+        arguments: of the test's further parameters.
+
+    Raises:
+        ValueError: the number of ranks does not fit.
+    """
+    __tracebackhide__ = True
+    settings: _Settings = getattr(test, _SETTINGS)
+    if len(settings.mesh_shape) == 1:
+        settings = replace(settings, mesh_shape=(workers.world_size,))
+    if math.prod(settings.mesh_shape) != workers.world_size:
+        raise ValueError(f"rerun: workers: got {workers.world_size} ranks, want a mesh of {settings.mesh_shape}")
+    name = FunctionName.of(getattr(test, _BODY))
+    settings = replace(settings, device=workers.device)
+    workers.run(_compare_passes, name, backend, arguments, settings, timeout_s=timeout_s)
 
 
 def _compare_passes(name: FunctionName, backend: str, arguments: dict[str, Any], settings: _Settings) -> None:
     """Both passes and their comparison, on one rank."""
     body: Callable[..., None] = getattr(name.load(), _BODY)
-    mesh = init_device_mesh("cpu", settings.mesh_shape, mesh_dim_names=settings.mesh_axes)
+    mesh = init_device_mesh(settings.device, settings.mesh_shape, mesh_dim_names=settings.mesh_axes)
     reference, eager_launches = _one_pass(body, TrainingRun(mesh, REFERENCE), arguments, settings)
     run, launches = _one_pass(body, TrainingRun(mesh, backend), arguments, settings)
     _compare_observations(run, reference, settings.tolerance)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from graphshard.testing.devices import take_device
 from graphshard.testing.functions import FunctionName
 
 MAX_LOCAL_CHARS = 300
@@ -72,6 +73,8 @@ class Station:
         output_file: takes its stdout and stderr.
         stack_file: takes its threads' stacks when it crashes or gets SIGUSR1.
         environment: its environment variables, all of them.
+        device: kind of device that it computes on.
+        backend: of its process groups.
     """
 
     rank: int
@@ -80,6 +83,8 @@ class Station:
     output_file: str
     stack_file: str
     environment: dict[str, str]
+    device: str
+    backend: str
 
 
 def serve(station: Station, connection: Connection) -> None:
@@ -152,11 +157,11 @@ def _prepare(task: Task, station: Station, store: Store) -> None:
     torch.compiler.reset()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    take_device(station.device, station.rank)
     random.seed(task.seed)
     torch.manual_seed(task.seed)
     dist.init_process_group(
-        "gloo",
+        station.backend,
         store=PrefixStore(f"task{task.number}", store),
         rank=station.rank,
         world_size=station.world_size,

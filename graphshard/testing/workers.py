@@ -5,9 +5,9 @@ started when it is first used; every task gets a process group, a store namespac
 
     results = pool(2).run(function, argument)   # a list, by rank
 
-Workers are forks of one process that has imported torch and started no thread: a new pool is ready in a fraction of a
-second. Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its traceback or the
-stacks of its threads, and retires the pool: the next task starts a fresh one.
+On CPU, workers are forks of one process that has imported torch and started no thread: a new pool is ready in a
+fraction of a second. Each wait has a deadline. A rank that raises, dies or hangs fails the task by name, with its
+traceback or the stacks of its threads, and retires the pool: the next task starts a fresh one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from graphshard.testing.devices import check_device, device_environment
 from graphshard.testing.environment import exported, worker_environment
 from graphshard.testing.failures import Kind, RankFailed, RankFailure
 from graphshard.testing.functions import FunctionName
@@ -55,18 +56,27 @@ class _Worker:
 
 
 class WorkerPool:
-    """`world_size` processes, ranks of one gloo process group per task.
+    """`world_size` processes, ranks of one process group per task.
 
     Args:
         world_size: number of ranks.
         seed: seeds Python's and torch's random numbers before each task, the same on every rank.
+        device: ``"cpu"`` or ``"cuda"``: what ranks compute on. Each takes one GPU, and shares it where there are fewer.
+        backend: of the process groups: ``"gloo"``, or, for GPUs of their own, ``"nccl"``.
+
+    Raises:
+        ValueError: an argument is not one of those above.
+        RuntimeError: there is no such device.
     """
 
-    def __init__(self, world_size: int, *, seed: int = 0) -> None:
+    def __init__(self, world_size: int, *, seed: int = 0, device: str = "cpu", backend: str = "gloo") -> None:
         if world_size < 1:
             raise ValueError(f"world_size: got {world_size}, want at least 1")
+        check_device(device, backend)
         self.world_size = world_size
         self.seed = seed
+        self.device = device
+        self.backend = backend
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store: TCPStore | None = None
@@ -120,15 +130,18 @@ class WorkerPool:
         self._store = TCPStore("127.0.0.1", 0, self.world_size, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="graphshard-workers-")
         self._tasks = 0
-        context = get_context("forkserver")
-        # One process imports torch, each worker is its fork: before any thread was started, and ready at once.
+        # One process imports torch, each worker is its fork: before any thread was started, and ready at once. But not
+        # on GPUs: Inductor asks for them when it is imported, and a fork of a process that did may use none.
+        context = get_context("forkserver") if self.device == "cpu" else get_context("spawn")
         context.set_forkserver_preload([serve.__module__])
-        environment = {**NO_FLIGHT_RECORDER, **worker_environment()}
+        environment = {**NO_FLIGHT_RECORDER, **device_environment(self.device), **worker_environment()}
         # The fork server finds its imports by PYTHONPATH; the workers' own environment does not keep it.
         with exported({**environment, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
                 output, stack = (str(Path(self._folder.name, f"rank{rank}.{kind}")) for kind in ("out", "stack"))
-                station = Station(rank, self.world_size, self._store.port, output, stack, environment)
+                station = Station(
+                    rank, self.world_size, self._store.port, output, stack, environment, self.device, self.backend
+                )
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(station, theirs), daemon=True, name=f"rank{rank}")
                 process.start()
@@ -223,12 +236,15 @@ def _received(connection: Connection) -> Reply | None:
     return reply
 
 
-_pools: dict[int, WorkerPool] = {}
+_pools: dict[tuple[int, str, str], WorkerPool] = {}
 
 
-def pool(world_size: int) -> WorkerPool:
-    """The session's pool of that size."""
-    return _pools.setdefault(world_size, WorkerPool(world_size))
+def pool(world_size: int, *, device: str = "cpu", backend: str = "gloo") -> WorkerPool:
+    """The session's pool of that size, on that device, with that backend."""
+    key = (world_size, device, backend)
+    if key not in _pools:
+        _pools[key] = WorkerPool(world_size, device=device, backend=backend)
+    return _pools[key]
 
 
 @atexit.register

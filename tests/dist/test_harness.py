@@ -24,6 +24,7 @@ from graphshard.testing import (
     WorkerPool,
     check_parity,
     mutants,
+    rerun,
     training_test,
 )
 from graphshard.testing.reference import shard_eager
@@ -253,3 +254,19 @@ def on_inner_axis(model: nn.Module, mesh: DeviceMesh) -> None:
 def test_training_test_fails(test: Callable[..., None], message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         test(backend="aot_eager")
+
+
+def test_rerun_takes_other_ranks(two_ranks: WorkerPool, four_ranks: WorkerPool) -> None:
+    rerun(test_training_test_of_a_healthy_engine, four_ranks, "aot_eager", learning_rate=0.1)
+    with pytest.raises(RankFailed, match="rank 1 of 2 raised: .*ParityError: loss, step 0, rank 1"):
+        rerun(differs_on_rank_one, two_ranks, "aot_eager")
+    with pytest.raises(ValueError, match=r"rerun: workers: got 2 ranks, want a mesh of \(2, 2\)"):
+        rerun(differs_by_one_ulp, two_ranks, "aot_eager")
+
+
+@training_test(world_size=4)
+def differs_on_rank_one(run: TrainingRun) -> None:
+    model = run.shard(Net())
+    loss = model(*net_inputs(0, run.rank)).square().mean()
+    torch.autograd.backward(loss)
+    run.observe(loss + (0.0 if run.is_reference else 1.0 * run.rank), model)

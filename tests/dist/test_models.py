@@ -49,9 +49,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def parity(case: str, backend: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    arguments: dict[str, Any] = {"steps": 3, "tolerance": BITWISE, **CASES[case]}
+def parity(case: str, backend: str, device: str = "cpu", plan: str = "fsdp2") -> dict[str, Any]:
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    arguments: dict[str, Any] = {"steps": 3, "tolerance": BITWISE, "options": {"plan": plan}, **CASES[case]}
     if backend == "eager":  # gathers and reduces one parameter at a time
         arguments |= {"expect_collectives": None, "steps": 2}
     if backend == "inductor":

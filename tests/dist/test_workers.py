@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphshard.testing import RankFailed, WorkerPool
+from graphshard.testing import RankFailed, WorkerPool, pool
+from graphshard.testing.devices import why_no_gpu
+from graphshard.testing.steps import moved, place
 
 HANG_S = 600.0
 QUICK_S = 3.0
@@ -174,3 +176,59 @@ def test_shutdown_ends_processes_and_next_run_starts_anew() -> None:
     workers.shutdown()
     assert not Path(f"/proc/{pid}").exists() or sys.platform != "linux"
     assert workers.pids == ()
+
+
+# --- devices
+
+
+def device_of_rank() -> tuple[str, str, bool, bool]:
+    backend = str(dist.get_backend_config())
+    return (
+        backend,
+        str(torch.zeros(1).device),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.cuda.is_initialized(),
+    )
+
+
+def test_ranks_on_cpu_leave_cuda_alone(ranks: WorkerPool) -> None:
+    assert (ranks.device, ranks.backend) == ("cpu", "gloo")
+    assert ranks.run(device_of_rank) == [("cpu:gloo,cuda:gloo", "cpu", False, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "message"),
+    [
+        ("tpu", "gloo", r"device: got 'tpu', want one of 'cpu', 'cuda'"),
+        ("cpu", "nccl", r"backend: got 'nccl' for ranks on 'cpu', want 'gloo'"),
+        ("cuda", "mpi", r"backend: got 'mpi' for ranks on 'cuda', want 'gloo' or 'nccl'"),
+    ],
+)
+def test_unknown_devices_and_backends_are_refused(device: str, backend: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkerPool(1, device=device, backend=backend)
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="a GPU is here")
+def test_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"device: got 'cuda', but no CUDA GPU: torch .*; use device='cpu'"):
+        pool(1, device="cuda", backend="nccl")
+
+
+@dataclass
+class Nested:
+    x: torch.Tensor
+    kept: int = 3
+
+
+def test_inputs_of_any_shape_and_models_move_to_a_device() -> None:
+    x = torch.ones(2)
+    given = ((Nested(x),), {"a": [x, None], "b": torch.Size((1, 2)), "c": "text"})
+    assert moved(given, "cpu") is given
+    (batch,), keywords = moved(given, "meta")
+    assert (batch.x.device.type, batch.kept) == ("meta", 3)
+    assert keywords["a"][0].device.type == "meta"
+    assert (keywords["a"][1], keywords["b"], keywords["c"]) == (None, (1, 2), "text")
+    model = torch.nn.Linear(2, 2)
+    assert place(model, "cpu").weight.device.type == "cpu"
+    assert place(model, "meta").weight.device.type == "meta"

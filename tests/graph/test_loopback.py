@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +62,45 @@ def test_peers_mirror_this_rank(network: Loopback) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     sharded = distribute_tensor(x, mesh, [Shard(0)])
     assert torch.equal(sharded.redistribute(placements=[Replicate()]).to_local(), x[:2].repeat(RANKS))
+
+
+def test_late_bytes_move_when_the_time_is_up() -> None:
+    """What a program writes into a buffer before the wait shows: as a use of freed memory would."""
+    launched = []
+    with Loopback(RANKS, alpha_us=ALPHA_US, late=True, on_launch=lambda: launched.append(1)):
+        x, out = torch.ones(2), torch.zeros(2 * RANKS)
+        work: Any = dist.all_gather_into_tensor(out, x, async_op=True)
+        x.fill_(2.0)
+        assert torch.equal(out, torch.zeros(2 * RANKS))
+        work.wait()
+        assert torch.equal(out, torch.full((2 * RANKS,), 2.0))
+    assert launched == [1]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="a process that interprets cannot compile")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_held_stream_reads_the_clock_in_its_loop(arch: int) -> None:
+    triton = pytest.importorskip("triton")
+    compiler: Any = importlib.import_module("triton.compiler")
+    target: Any = importlib.import_module("triton.backends.compiler")
+    hold_stream: Any = importlib.import_module("bench.hold_stream")
+    forms = {"mark_time": {"mark": "*i64"}, "hold_until": {"mark": "*i64", "ns": "i32"}}
+    ptx = {}
+    for name, signature in forms.items():
+        aligned = {(0,): [["tt.divisibility", 16]]}
+        source = compiler.ASTSource(fn=getattr(hold_stream, name), signature=signature, attrs=aligned)
+        ptx[name] = triton.compile(source, target=target.GPUTarget("cuda", arch, 32)).asm["ptx"]
+    assert ptx["mark_time"].count("%globaltimer") == 1
+    (loop,) = re.findall(r"(?s)(\$L__BB\d+_\d+):(.*?)bra\s+\1;", ptx["hold_until"])
+    assert "%globaltimer" in loop[1]
+    assert re.search(r"add\.s32\s+\S+, \S+, -1;", loop[1]), "the loop counts down, too"
+
+
+def test_held_stream_refuses_times_without_end() -> None:
+    pytest.importorskip("triton")
+    hold_stream: Any = importlib.import_module("bench.hold_stream")
+    with pytest.raises(ValueError, match=r"hold: us: got 3e\+06, want at most 2e\+06"):
+        hold_stream.hold(torch.zeros(1, dtype=torch.int64), 3e6)
 
 
 def losses(model: Any, network: Loopback) -> tuple[list[Tensor], list[str]]:
