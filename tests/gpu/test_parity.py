@@ -3,8 +3,8 @@
 The bodies are those of tests/dist. Over gloo, torch copies CUDA tensors through pinned memory and waits for the host:
 `_allgather_base`, which eager FSDP2 and `all_gather_into_tensor_out` use, `allreduce`, `reduce_scatter` (an all-reduce
 of a copy) and `broadcast` take them. Its coalesced all-gather, behind the functional `all_gather_into_tensor`, hands
-their addresses to the host and crashes (pytorch#152645): programs must give outputs to their gathers there, too, as
-`graphshard.gather_outputs` does on CPU, and nothing here calls `full_tensor` on a shard.
+their addresses to the host and crashes (pytorch#152645): programs give outputs to their gathers there
+(`graphshard.gather_outputs`), and nothing here calls `full_tensor` on a shard.
 """
 
 from __future__ import annotations
