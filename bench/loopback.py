@@ -6,7 +6,7 @@
 A timing instrument. What is gathered is this rank's part, W times; what is reduced is the sum, or the mean, of W equal
 parts: the results of one step are right where all ranks hold the same, and nothing is trained. A collective takes
 `alpha_us` and its bytes at `gb_s`, one after the other, beside the computation: on CPU in a thread, on CUDA on a stream
-of its own, where a wait orders streams and never the host.
+of its own, where a wait orders streams and never the host. There is no all-to-all: torch asks backends of C++ for it.
 
 Source: NCCL's one communication stream; time by latency and bandwidth, as in its own tests.
 """
@@ -18,19 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Work
-from torch.futures import Future
+
+from bench.loopback_works import StreamWork, ThreadWork
+from graphshard.compat import register_work, resolve_process_group
 
 BACKEND = "loopback"
-# Longer than any collective that is worth pretending.
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,74 +59,6 @@ class Launch:
     us: float
 
 
-class _Work(Work):
-    """Arrives when a thread says so."""
-
-    def __init__(self, outputs: list[Tensor], waited: list[float]) -> None:
-        super().__init__()
-        self._waited = waited
-        self._arrived = threading.Event()
-        self._future: Future[list[Tensor]] = Future()
-        self._outputs = outputs
-        self._error: BaseException | None = None
-
-    def arrive(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._arrived.set()
-        if error is None:
-            self._future.set_result(self._outputs)
-        else:
-            self._future.set_exception(error)  # type: ignore[arg-type]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        start_s = time.perf_counter()
-        if not self._arrived.wait(timeout.total_seconds() or TIMEOUT_S):
-            raise TimeoutError("loopback: a collective did not arrive in time")
-        self._waited.append(1e6 * (time.perf_counter() - start_s))
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._arrived.is_set()
-
-    def get_future(self) -> Future[list[Tensor]]:
-        return self._future
-
-
-class _StreamWork(Work):
-    """Arrives when a stream is done: a wait orders the current stream behind it.
-
-    Until then it holds the tensors, so that their memory is not used again: what they are on was launched before the
-    wait, what comes behind it is ordered. As NCCL's does in torch, and unlike `Tensor.record_stream`, which frees late.
-    """
-
-    def __init__(self, outputs: list[Tensor], inputs: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self._held = [*outputs, *inputs]
-        self._stream = stream
-        self._done = stream.record_event()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
-        self._held.clear()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done.query()
-
-    def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future(devices=[self._stream.device])
-        with torch.cuda.stream(self._stream):  # the future is done when the current stream is
-            future.set_result(self._outputs)
-        return future
-
-    def __del__(self) -> None:
-        for tensor in self._held:  # nobody waited
-            tensor.record_stream(self._stream)
-
-
 class LoopbackGroup(dist.ProcessGroup):
     """One process group. What c10d, the functional collectives and DTensor call, by the names of all torch versions.
 
@@ -147,7 +77,7 @@ class LoopbackGroup(dist.ProcessGroup):
         self._of = of
         self._network = of.network
         self._names = {"name": "", "description": ""}
-        self._queue: queue.SimpleQueue[tuple[_Work, Callable[[], None], float] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], None], float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -225,7 +155,7 @@ class LoopbackGroup(dist.ProcessGroup):
 
         return self._launch("scatter", outputs, (), scatter, _num_bytes(outputs) * (self._size - 1))
 
-    def barrier(self, _: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         return self._launch("barrier", (torch.empty(0),), (), _nothing, 0)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], _: Any = None) -> Any:
@@ -275,11 +205,11 @@ class LoopbackGroup(dist.ProcessGroup):
         self._of.on_launch()
         return work
 
-    def _queued(self, outputs: Sequence[Tensor], move: Callable[[], None], us: float) -> _Work:
+    def _queued(self, outputs: Sequence[Tensor], move: Callable[[], None], us: float) -> ThreadWork:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="loopback")
             self._thread.start()
-        work = _Work(list(outputs), self._of.waited_us)
+        work = ThreadWork(list(outputs), self._of.waited_us)
         self._queue.put((work, move, us))
         return work
 
@@ -301,7 +231,7 @@ class LoopbackGroup(dist.ProcessGroup):
 
     def _launch_on_stream(
         self, outputs: list[Tensor], inputs: Sequence[Tensor], move: Callable[[], None], us: float
-    ) -> _StreamWork:
+    ) -> StreamWork:
         from bench import hold_stream  # needs Triton
 
         device = outputs[0].device
@@ -316,7 +246,7 @@ class LoopbackGroup(dist.ProcessGroup):
             hold_stream.hold(begun, us)
             if self._network.late:
                 move()
-        return _StreamWork(outputs, inputs, self._stream)
+        return StreamWork(outputs, inputs, self._stream)
 
     def shutdown(self) -> None:
         """Ends the thread, behind what is launched."""
@@ -352,6 +282,7 @@ class Loopback:
         self.network = Network(alpha_us, gb_s, late)
         self.on_launch = on_launch or _nothing
         self._groups: list[LoopbackGroup] = []
+        self._library: Any = None
 
     def __enter__(self) -> Self:
         _current.append(self)
@@ -359,6 +290,10 @@ class Loopback:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(BACKEND, rank=self._rank, world_size=self._world_size, store=store)
+        # torch before 2.15 asks a C++ backend for this one, and no group of Python's.
+        self._library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA"):
+            self._library.impl("all_gather_into_tensor_out", _gather_into, key)
         return self
 
     def group(self, rank: int, size: int) -> LoopbackGroup:
@@ -369,10 +304,17 @@ class Loopback:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._library = None
         dist.destroy_process_group()
         for group in self._groups:
             group.shutdown()
         _current.remove(self)
+
+
+def _gather_into(own: Tensor, world_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    group: Any = resolve_process_group(group_name)
+    register_work(out, group.allgather_into_tensor_coalesced([out], [own]))
+    return out
 
 
 # c10d calls the backend's constructor, which learns here what to pretend.

@@ -67,6 +67,11 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     return group
 
 
+def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
+    """Lets `wait_tensor(tensor)` wait for what makes it."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
 def takes_several_tensors(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether what runs the collectives of `group` on a device has one that takes several tensors at once."""
     if type(group) is dist.ProcessGroup:

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ import graphshard
 from bench.loopback import Loopback, Network
 from graphshard.compat import takes_several_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # names of torch 2.11 and 2.12
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),  # names of torch 2.11 and 2.12
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9's
+]
 
 RANKS = 4
 ALPHA_US = 20_000.0
@@ -170,3 +173,34 @@ def test_gloo_has_no_coalesced_buckets(tmp_path: Path) -> None:
         dist.destroy_process_group()
     with Loopback(RANKS):
         assert takes_several_tensors(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+
+
+OPS = torch.ops._c10d_functional
+FORMS: dict[str, Callable[[Tensor, str], Any]] = {
+    "all_gather": lambda x, group: OPS.all_gather_into_tensor(x, RANKS, group),
+    "all_gather, output": lambda x, group: OPS.all_gather_into_tensor_out(x, RANKS, group, out=x.new_empty(RANKS * 8)),
+    "all_gather, coalesced": lambda x, group: OPS.all_gather_into_tensor_coalesced([x, x], RANKS, group),
+    "reduce_scatter": lambda x, group: OPS.reduce_scatter_tensor(x, "sum", RANKS, group),
+    "reduce_scatter, output": lambda x, group: OPS.reduce_scatter_tensor_out(
+        x, "sum", RANKS, group, out=x.new_empty(2)
+    ),
+    "reduce_scatter, coalesced": lambda x, group: OPS.reduce_scatter_tensor_coalesced([x, x], "sum", RANKS, group),
+    "all_reduce": lambda x, group: OPS.all_reduce(x, "sum", group),
+    "all_reduce, in place": lambda x, group: OPS.all_reduce_(x.clone(), "sum", group),
+    "all_reduce, coalesced": lambda x, group: OPS.all_reduce_coalesced([x, x], "sum", group),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_collective_is_served(form: str) -> None:
+    x = torch.arange(8.0)
+    want = {"all_gather": x.repeat(RANKS), "reduce_scatter": x[:2] * RANKS, "all_reduce": x * RANKS}
+    with Loopback(RANKS, alpha_us=1000.0) as network:
+        start_s = time.perf_counter()
+        launched = FORMS[form](x, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        *_, got = map(OPS.wait_tensor, launched if isinstance(launched, list) else [launched])
+        assert time.perf_counter() - start_s >= 1e-3
+        kind = form.partition(",")[0]
+        assert torch.equal(got, want[kind])
+        assert [launch.kind for launch in network.launches] == [kind]
+        dist.barrier()
