@@ -92,13 +92,14 @@ def measured_programs() -> Iterator[None]:
         )
         record = runs[run.name]
         if len(inside) == len(record.order):
-            for bucket, timing in _timings(record.order, inside).items():
+            for bucket, timing in waits_together(record.order, inside).items():
                 samples.setdefault(id(record), {}).setdefault(bucket, []).append(timing)
     for number, by_bucket in samples.items():
         records[number].timings = {bucket: _median(timings) for bucket, timings in by_bucket.items()}
 
 
-def _timings(order: Sequence[tuple[str, str]], spans: Sequence[tuple[float, float]]) -> Mapping[str, Timing]:
+def waits_together(order: Sequence[tuple[str, str]], spans: Sequence[tuple[float, float]]) -> Mapping[str, Timing]:
+    """The timing of each bucket in a run, from the (begin, end) of its launches and waits in order."""
     launched: dict[str, float] = {}
     found: dict[str, Timing] = {}
     for (what, bucket), (start_us, end_us) in zip(order, spans, strict=True):

@@ -1,9 +1,9 @@
 """Turns markers into collectives: cast, flat copy-in, launch, wait, copy-out.
 
-Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own. Leaves: no
-marker, and ``meta["steps"]`` of the plan, if there is one, on what is inserted. Buckets with ``meta["coalesced"]``
-have no flat buffer. A gather stands where the first of its
-parameters is used, a reduction where the last of its gradients is ready.
+Needs: a graph with markers; those with one ``meta["bucket"]`` share a collective, any other gets its own, and where
+``meta["coalesced"]`` says so, there is no flat buffer. Leaves: no marker, and ``meta["steps"]`` of the plan, if there
+is one, on what is inserted. A gather stands where the first of its parameters is used, a reduction where the last of
+its gradients is ready.
 
     %a = unshard(%s0)            %in = cat([%s0, %s1])                    # copy-in
     %b = unshard(%s1)     ->     %ag = all_gather_into_tensor(%in)        # launch

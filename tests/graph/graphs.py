@@ -108,6 +108,10 @@ class Marked:
             params[REJOINED + name] = _post_forward_ref(params[name])
         return Marked(copied(self.gm), replace(self.ctx, params=params, flags=Flags(**flags)))
 
+    def coalescing(self) -> Marked:
+        """The same graph, whose buckets of several have no flat buffer."""
+        return Marked(self.gm, replace(self.ctx, coalesces=lambda kind, members: len(members) > 1))
+
     def node(self, name: str) -> Node:
         return next(node for node in self.graph.nodes if node.name == name)
 

@@ -92,18 +92,14 @@ def inference_tied() -> Marked:
     return build.finish(build.call(aten.add.Tensor, scores, build.call(aten.unsqueeze.default, ids, 1)))
 
 
-def _coalesced(marked: Marked) -> Marked:
-    return replace(marked, ctx=replace(marked.ctx, coalesces=lambda kind, members: len(members) > 1))
-
-
 def forward_coalesced() -> Marked:
     """No flat buffer."""
-    return _coalesced(toy_forward(toy_weights(1)))
+    return toy_forward(toy_weights(1)).coalescing()
 
 
 def backward_coalesced() -> Marked:
     """The same, of matrices that are sharded on their second dim."""
-    return _coalesced(toy_backward([replace(w, dim=len(w.size) - 1) for w in toy_weights(1)]))
+    return toy_backward([replace(w, dim=len(w.size) - 1) for w in toy_weights(1)]).coalescing()
 
 
 def alone() -> Marked:

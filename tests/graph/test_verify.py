@@ -303,6 +303,15 @@ def test_d1_rejects_a_launch_of_another_dtype() -> None:
     assert_rejects("D1", lambda: verify.check_dtypes(lowered.graph), f"%{launch.name}: moves torch.float32")
 
 
+def test_d1_rejects_a_coalesced_launch_of_another_dtype() -> None:
+    lowered = lowered_until(toy_forward(toy_weights()).coalescing())
+    verify.check_dtypes(lowered.graph)
+    launch = launches(lowered.graph)[0]
+    first, second = val(launch)
+    launch.meta["val"] = [first, second.to(BF16)]
+    assert_rejects("D1", lambda: verify.check_dtypes(lowered.graph), "moves torch.bfloat16, want torch.float32")
+
+
 def test_d1_rejects_a_gradient_that_has_not_its_parameters_dtype() -> None:
     marked = two_reductions(Weight("w", (4, 3), param_dtype=BF16, reduce_dtype=F16))
     verify.check_dtypes(marked.graph)

@@ -8,7 +8,16 @@ import pytest
 from torch.fx import Node
 
 from graphshard import verify
-from graphshard.ir import ALL_REDUCE, REDUCE_SCATTER, WAIT, Builder, aten, launches
+from graphshard.ir import (
+    ALL_REDUCE,
+    COALESCED_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+    WAIT,
+    Builder,
+    aten,
+    launches,
+    waits_of,
+)
 from graphshard.markers import REDUCE_GRAD
 from tests.graph.graphs import BF16, Weight, lowered_until, toy_backward, toy_forward, toy_weights, two_reductions
 from tests.graph.rejection import assert_rejects, lowered_backward, lowered_forward
@@ -29,6 +38,33 @@ def test_c1_rejects_a_launch_without_a_wait() -> None:
     launch = wait.all_input_nodes[0]
     wait.update_arg(0, lowered.node("head_shard"))
     assert_rejects("C1", lambda: verify.check_waits(lowered.graph), f"%{launch.name}: got 0 waits")
+
+
+def test_c1_wants_a_wait_for_each_tensor_of_a_coalesced_launch() -> None:
+    lowered = lowered_until(toy_forward(toy_weights()).coalescing())
+    verify.check_waits(lowered.graph)
+    wait = lowered.calls(WAIT)[1]
+    result = wait.all_input_nodes[0]
+    launch = result.all_input_nodes[0]
+    wait.replace_all_uses_with(lowered.calls(WAIT)[0])
+    lowered.graph.erase_node(wait)
+    assert_rejects("C1", lambda: verify.check_waits(lowered.graph), f"%{launch.name}: got 1 waits, want 2")
+
+
+def test_c2_rejects_a_read_of_a_coalesced_result_before_its_wait() -> None:
+    lowered = lowered_until(toy_forward(toy_weights()).coalescing())
+    verify.check_hazards(lowered.graph)
+    wait = lowered.calls(WAIT)[1]
+    reader = Builder(lowered.graph, wait).call(aten.neg.default, wait.all_input_nodes[0])
+    assert_rejects("C2", lambda: verify.check_hazards(lowered.graph), f"%{reader.name}: reads")
+
+
+def test_c2_rejects_a_write_to_any_input_of_a_coalesced_launch_before_the_last_wait() -> None:
+    lowered = lowered_until(toy_backward(toy_weights()).coalescing())
+    launch = lowered.calls(COALESCED_REDUCE_SCATTER)[0]
+    last = waits_of(launch)[-1]
+    writer = Builder(lowered.graph, last).call(aten.zero_.default, launch.args[0][-1])  # type: ignore[index]
+    assert_rejects("C2", lambda: verify.check_hazards(lowered.graph), f"%{writer.name}: writes")
 
 
 def test_c2_rejects_a_read_before_the_wait() -> None:
