@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from graphshard.planner import Problem, Reduction, Schedule
 
 Work = tuple[str, float, object]
+
+
+def is_apart(members: Sequence[Any]) -> bool:
+    """Whether each tensor is sent by itself: one alone, or where the sum of that is less than of copies."""
+    if len(members) == 1 or any(m.coalesced_us is None for m in members):
+        return len(members) == 1
+    apart = [us for m in members for us in (m.coalesced_us, m.alone_in_us, m.alone_out_us)]
+    return sum(apart) < sum(us for m in members for us in (m.copy_in_us, m.copy_out_us))
 
 
 def program(problem: Problem, schedule: Schedule) -> Iterator[Work]:
@@ -15,12 +24,13 @@ def program(problem: Problem, schedule: Schedule) -> Iterator[Work]:
     for at in range(len(problem.ops) + 1):
         for _, step, number in (action for action in schedule.actions if action.before == at):
             members = schedule.members(problem, number)
-            first, alone = members[0], len(members) == 1
+            first, apart = members[0], is_apart(members)
             then = first.then if isinstance(first, Reduction) else None
             if step == "launch":
-                yield "work", first.alone_in_us if alone else sum(m.copy_in_us for m in members), None
+                yield "work", sum(m.alone_in_us if apart else m.copy_in_us for m in members), None
                 yield "work", problem.launch_us, None
                 us = first.transfer.us(sum(m.wire_bytes for m in members))
+                us += sum(m.coalesced_us or 0.0 for m in members) if apart and len(members) > 1 else 0.0
                 yield "start", us, (first.transfer.stream, (number, 1))
                 continue
             yield "wait", 0.0, (number, 2 if step == "finish" else 1)
@@ -28,7 +38,7 @@ def program(problem: Problem, schedule: Schedule) -> Iterator[Work]:
                 yield "work", problem.launch_us, None
                 yield "start", then.us(sum(m.shard_bytes for m in members)), (then.stream, (number, 2))
             else:
-                yield "work", first.alone_out_us if alone else sum(m.copy_out_us for m in members), None
+                yield "work", sum(m.alone_out_us if apart else m.copy_out_us for m in members), None
         for own in problem.own:
             if own.launch == at:
                 yield "start", own.us, (own.stream, own.name)
@@ -94,32 +104,29 @@ def plain_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     lives: list[tuple[int, int, int]] = []  # first tick, last tick, bytes
     for number, bucket in enumerate(schedule.buckets):
         members = schedule.members(problem, number)
-        launch, wait, alone = ticks[number, "launch"], ticks[number, "wait"], len(members) == 1
+        launch, wait, apart = ticks[number, "launch"], ticks[number, "wait"], is_apart(members)
         if bucket.kind == "reduce":
-            wire, shards = sum(m.wire_bytes for m in members), sum(m.shard_bytes for m in members)
+            shards = sum(m.shard_bytes for m in members)
             lives.append((launch, tick, shards))
-            sent = alone and members[0].alone_in_us == 0.0
-            if not sent:
-                lives.append((launch, wait - 1, wire))
             if (number, "finish") in ticks:
                 lives.append((wait, ticks[number, "finish"], shards))
             for i in bucket.members:
                 reduction = problem.reductions[i]
                 born = op_tick[reduction.ready - 1] if reduction.ready else 0
+                sent = apart and reduction.alone_in_us == 0.0
+                if not sent:
+                    lives.append((launch, wait - 1, reduction.wire_bytes))
                 lives.append((born, wait - 1 if sent else launch, reduction.grad_bytes))
             continue
-        items = [problem.gathers[i] for i in bucket.members]
-        wire = sum(item.wire_bytes for item in items)
-        copied_in = not alone or items[0].alone_in_us > 0.0
-        copied_out = not alone or items[0].alone_out_bytes > 0
-        if copied_in:
-            lives.append((launch, wait, sum(item.shard_bytes for item in items)))
-        if copied_out:
-            lives.append((launch, wait, wire))
-        for item in items:
+        for item in (problem.gathers[i] for i in bucket.members):
+            if not apart or item.alone_in_us > 0.0:
+                lives.append((launch, wait, item.shard_bytes))
             end = tick if item.last_use == len(problem.ops) else op_tick[max(item.last_use, where[wait])]
-            full = item.full_bytes if not alone else item.alone_out_bytes
-            lives.append((wait, end, full) if copied_out else (launch, end, wire))
+            copied_bytes = item.alone_out_bytes if apart else item.full_bytes
+            if copied_bytes:
+                lives += [(launch, wait, item.wire_bytes), (wait, end, copied_bytes)]
+            else:
+                lives.append((launch, end, item.wire_bytes))
     last = len(problem.ops) - 1
     frees = {  # ticks at which nothing is allocated
         ticks[number, step]

@@ -18,7 +18,7 @@ def problems(
 ) -> Problem:
     """At most `most` gathers, and as many reductions, of one or two streams and keys, in units of neighbours."""
     ops = draw(st.integers(1, 10))
-    streams = draw(st.integers(1, 2))
+    streams, coalesces = draw(st.integers(1, 2)), draw(st.booleans())
     transfers = [Transfer(draw(st.integers(0, streams - 1)), draw(rates())) for _ in range(3)]
     uses = sorted(draw(st.lists(st.integers(0, ops), max_size=most)))
     gathers = []
@@ -42,6 +42,7 @@ def problems(
                 alone_out_us=draw(US) / 10 if alone else 0.0,
                 alone_out_bytes=wire if alone else 0,
                 shard_bytes=max(1, wire // 2),
+                coalesced_us=draw(US) / 20 if coalesces else None,
             )
         )
     ready = sorted(draw(st.lists(st.integers(0, ops), max_size=most))) if reductions else []
@@ -61,6 +62,7 @@ def problems(
             copy_out_us=draw(US) / 10,
             alone_in_us=draw(US) / 20,
             alone_out_us=draw(US) / 10,
+            coalesced_us=draw(US) / 20 if coalesces and not copies else None,
         )
         for i, at in enumerate(ready)
     ]

@@ -19,13 +19,36 @@ from graphshard import driver
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
 from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import WAIT, Flags, PassContext, aten, collective, is_call, launches, reductions, val, waits_of
-from graphshard.liveness import held_by_caller, lifetimes, live_bytes, peak_bytes
+from graphshard.ir import (
+    COALESCED_REDUCE_SCATTER,
+    WAIT,
+    Flags,
+    PassContext,
+    aten,
+    collective,
+    is_call,
+    launches,
+    reductions,
+    val,
+    waits_of,
+)
+from graphshard.liveness import allocations_of, held_by_caller, lifetimes, live_bytes, peak_bytes
 from graphshard.plan import END
 from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, is_coalesced, simulate
 from graphshard.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
 from graphshard.settings import UnitSettings
-from tests.graph.graphs import BATCH, BF16, CLASSES, F32, WIDTH, Marked, toy_backward, toy_forward, toy_weights
+from tests.graph.graphs import (
+    BATCH,
+    BF16,
+    CLASSES,
+    F32,
+    WIDTH,
+    Marked,
+    lowered_until,
+    toy_backward,
+    toy_forward,
+    toy_weights,
+)
 from tests.graph.lockstep import mesh_groups, run_ranks
 
 EXAMPLES = settings(max_examples=40)
@@ -261,3 +284,13 @@ def test_what_needs_a_flat_buffer_is_not_coalesced() -> None:
         for item in (*found.gathers, *found.reductions):
             custom = settings_.custom_all_gather if item in found.gathers else settings_.custom_reduce_scatter
             assert (item.coalesced_us is None) == bool(custom and item.unit == "blocks.0")
+
+
+def test_input_of_a_coalesced_launch_is_held_until_its_last_wait() -> None:
+    lowered = lowered_until(toy_backward(toy_weights(1, world_size=2, reduce_dtype=BF16)).coalescing())
+    launch = next(node for node in launches(lowered.graph) if node.target is COALESCED_REDUCE_SCATTER)
+    place = {node: i for i, node in enumerate(lowered.graph.nodes)}
+    spans = lifetimes(lowered.graph, held_by_caller(lowered.ctx))
+    for sent in launch.all_input_nodes:
+        (allocation,) = allocations_of(lowered.graph)[sent]
+        assert spans[allocation][1] == place[waits_of(launch)[-1]]
