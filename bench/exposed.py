@@ -79,8 +79,11 @@ def read_trace(events: Sequence[dict[str, Any]], is_network: Callable[[str], boo
     return occupied(*spans)
 
 
-def traced(run: Callable[[], object], is_network: Callable[[str], bool]) -> Occupied:
-    """Runs something on the current GPU under torch's profiler."""
+def traced(run: Callable[[], object], is_network: Callable[[str], bool]) -> Occupied | None:
+    """Runs something on the current GPU under torch's profiler; None where that sees no kernels.
+
+    A GPU's counters may be out of a user's reach.
+    """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
@@ -88,4 +91,5 @@ def traced(run: Callable[[], object], is_network: Callable[[str], bool]) -> Occu
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return read_trace(json.loads(path.read_text())["traceEvents"], is_network)
+        events = json.loads(path.read_text())["traceEvents"]
+    return read_trace(events, is_network) if any(event.get("cat") in _KINDS for event in events) else None

@@ -152,6 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         *overlap_table(rows, PEERS),
         *(f"NOTE: {row.system}, {row.network.name}: not measured: {row.why_not}" for row in rows if row.run is None),
+        *(
+            f"NOTE: {row.system}, {row.network.name}: exposed: not measured: the profiler sees no kernels"
+            for row in rows
+            if row.run is not None and row.run.exposed_us is None
+        ),
     )
     wrong = check_losses(rows)
     claims = overlap_claims(rows, PEERS, AUTO, REFERENCE, on_gpu)

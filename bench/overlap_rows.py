@@ -77,8 +77,9 @@ class OverlapRun:
     Attributes:
         step_us: median of a step: forward, backward, AdamW, gradients set to None.
         passes_us: of its forward and backward.
-        exposed_us: of a step, in which only the network was busy; on the CPU, in which a wait stood still.
-        communicating_us: in which the network was busy.
+        exposed_us: of a step, in which only the network was busy; on the CPU, in which a wait stood still; None: the
+            profiler saw no kernels.
+        communicating_us: in which the network was busy, None likewise.
         peak_bytes: most that was allocated in a step; None: not known.
         first_step_s: seconds of the first step, compilation included.
         losses: of the first steps.
@@ -88,8 +89,8 @@ class OverlapRun:
 
     step_us: float
     passes_us: float
-    exposed_us: float
-    communicating_us: float
+    exposed_us: float | None
+    communicating_us: float | None
     peak_bytes: int | None
     first_step_s: float
     losses: tuple[float, ...]
@@ -152,8 +153,8 @@ def _cells(row: OverlapRow, best_us: float | None) -> tuple[str, ...]:
         "-" if best_us is None else f"{run.step_us / best_us:.3f}",
         f"{run.passes_us / 1e3:,.2f}",
         "-" if said is None else f"{said.step_us / 1e3:,.2f}",
-        f"{run.exposed_us / 1e3:,.2f}",
-        f"{run.exposed_us / run.step_us:.1%}",
+        "-" if run.exposed_us is None else f"{run.exposed_us / 1e3:,.2f}",
+        "-" if run.exposed_us is None else f"{run.exposed_us / run.step_us:.1%}",
         "-" if said is None else f"{said.least_exposed:.1%}",
         "-" if said is None else f"{said.exposed_us / 1e3:,.2f}",
         "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**30:.2f}",
@@ -196,8 +197,9 @@ def _checks(
     none: tuple[str, bool | None] = ("", None)
     step = exposed = error = peak = none
     if run is not None and run.prediction is not None:
-        share, bound = run.exposed_us / run.step_us, run.prediction.least_exposed
-        exposed = (f"{share:.1%}, bound {bound:.1%}", share <= max(MOST_EXPOSED, bound))
+        if run.exposed_us is not None:
+            share, bound = run.exposed_us / run.step_us, run.prediction.least_exposed
+            exposed = (f"{share:.1%}, bound {bound:.1%}", share <= max(MOST_EXPOSED, bound))
         off = run.prediction.step_us / run.passes_us - 1.0
         error = (f"{off:+.1%}", abs(off) <= MOST_ERROR)
         if best_us is not None:

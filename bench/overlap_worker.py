@@ -109,8 +109,8 @@ class OverlapTrainer:
         return OverlapRun(
             step_us=statistics.median(step_us for step_us, _ in times),
             passes_us=statistics.median(passes_us for _, passes_us in times),
-            exposed_us=occupied.exposed_us,
-            communicating_us=occupied.communicating_us,
+            exposed_us=None if occupied is None else occupied.exposed_us,
+            communicating_us=None if occupied is None else occupied.communicating_us,
             peak_bytes=peak_bytes,
             first_step_s=first_step_s,
             losses=tuple(self.losses[: SETTLING_STEPS + 1]),
@@ -132,7 +132,7 @@ class OverlapTrainer:
         self.losses.append(loss.item())
         return passes_us + update_us, passes_us
 
-    def _occupied(self) -> Occupied:
+    def _occupied(self) -> Occupied | None:
         if self._device == "cuda":
             from bench.hold_stream import hold_until, mark_time  # needs Triton
 

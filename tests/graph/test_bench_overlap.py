@@ -89,6 +89,9 @@ def test_claims_are_of_what_was_measured() -> None:
     assert held(rows) == [True, True, True, True]
     assert held(rows, measured=False) == [None] * 4
     assert held([row for row in rows if row.system != AUTO]) == [None] * 4
+    blind = replace(RUN, exposed_us=None, communicating_us=None)  # the profiler sees nothing
+    assert held([*rows[:-1], OverlapRow(AUTO, NETWORK, blind)]) == [True, None, True, True]
+    assert overlap_table([OverlapRow(AUTO, NETWORK, blind)], PEERS)
     slow = replace(RUN, step_us=107.0, exposed_us=20.0, passes_us=80.0, peak_bytes=1001)
     assert held([*rows[:-1], OverlapRow(AUTO, NETWORK, slow)]) == [False] * 4
     tail = replace(RUN, exposed_us=20.0, prediction=Prediction(95.0, 20.0, 100.0, 75.0))
