@@ -195,7 +195,7 @@ class Shard:
             shared: whether something else may hold memory of `grad`.
         """
         if self.held is None:
-            held = grad.to(self.param.reduce_dtype)
+            held = grad.to(self.param.reduce_dtype).contiguous()  # a convolution's comes in other strides
             self.held = held.clone() if held is grad and shared else held
         else:
             self.held += grad.to(self.param.reduce_dtype) if self.param.adds_in_reduce_dtype else grad
@@ -203,7 +203,8 @@ class Shard:
     def add_pending(self, grad: Tensor, shared: bool) -> None:
         """Adds the gradient of one call to those of other calls in the same backward, as autograd does."""
         if self.pending is None:
-            self.pending = grad.clone() if shared else grad
+            pending = grad.contiguous()
+            self.pending = pending.clone() if pending is grad and shared else pending
         else:
             self.pending = self.pending + grad
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import models
 import pytest
 import torch
+from test_models import INDUCTOR
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -272,3 +273,14 @@ def test_synchronized_microbatches_around_quiet_ones_equal_one_batch(run: Traini
 @training_test(tolerance=BITWISE)
 def test_offloaded_microbatches_equal_one_batch(run: TrainingRun) -> None:
     accumulated_equals_one_batch(run, shard_with_offload, "---")
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_gradients_in_other_strides_are_accumulated(run: TrainingRun) -> None:
+    """Inductor's convolutions hand out the gradients of their weights with the channels last."""
+    model = run.shard(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False)))
+    for microbatch in range(MICROBATCHES):
+        model.set_requires_gradient_sync(microbatch == MICROBATCHES - 1)
+        loss = model(*models.images(microbatch, run.rank)).square().mean()
+        loss.backward()
+    run.observe(loss, model)
