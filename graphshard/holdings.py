@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
@@ -30,6 +31,7 @@ class Holdings:
         regions_run: how many regions the running forward has run.
         nested: whether the running forward called a module outside any graph.
         in_backward: whether it recomputes a checkpoint.
+        is_inference: whether no backward can follow it.
         calls: calls of regions whose backward is still to come.
     """
 
@@ -40,7 +42,7 @@ class Holdings:
         self.regions_run = 0
         self.nested = False
         self._decided: dict[Unit, tuple[bool, bool]] = {}
-        self.in_backward = False
+        self.in_backward = self.is_inference = False
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._programs = programs
         self._report = report
@@ -153,6 +155,7 @@ class Holdings:
         """A call of `module` begins."""
         self.touched.clear()
         self.regions_run, self.nested = 0, False
+        self.is_inference = not torch.is_grad_enabled()
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
         self.in_backward = backward_id() != -1
         if not self.in_backward:
@@ -193,6 +196,8 @@ class Holdings:
         """What becomes of a unit's gathered parameters behind the running forward."""
         reshards = unit.reshard_after_forward
         stays, flag = self._decided.get(unit, (not reshards, reshards))
+        # What was decided is decided for a backward; the user's own flag holds without one, too, as in FSDP2.
+        stays = stays and not (self.is_inference and reshards)
         if (
             (stays if flag == reshards else not reshards)
             or unit in self.entry.partial

@@ -63,6 +63,28 @@ def test_units_stay_gathered_where_the_budget_allows_it(two_ranks: WorkerPool) -
     assert ample["early"] == [] and ample["notes"] == []
 
 
+def gradients_seen_behind_inference(backend: str, regions: str) -> tuple[set[str], set[str]]:
+    """FQNs with a gradient behind a backward, and behind a forward without one that follows it."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    options = {"backend": backend, "regions": regions, "memory_budget": AMPLE}
+    model: Any = graphshard.compile(models.Decoder(layers=3), mesh, **options)
+    x = models.tokens(0, torch.distributed.get_rank())
+    model(*x).square().mean().backward()
+    trained = {name for name, param in model.named_parameters() if param.grad is not None}
+    with torch.no_grad():
+        model(*x)
+    return trained, {name for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize(("backend", "regions"), [("aot_eager", "model"), ("aot_eager", "unit"), ("eager", "model")])
+def test_inference_leaves_nothing_gathered_but_the_root(two_ranks: WorkerPool, backend: str, regions: str) -> None:
+    """What is gathered has no gradient in sight: `clip_grad_norm_` would miss it."""
+    trained, seen = two_ranks.run(gradients_seen_behind_inference, backend, regions)[0]
+    layers = {name for name in trained if name.startswith("layers.")}
+    assert layers and layers <= seen
+
+
 def test_gradients_are_accumulated_sharded_where_the_budget_demands_it(two_ranks: WorkerPool) -> None:
     usual = two_ranks.run(kept_and_accumulated, None)[0]
     tight = two_ranks.run(kept_and_accumulated, min(usual["budgets"]) - 1)[0]
