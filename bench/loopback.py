@@ -29,6 +29,7 @@ from bench.loopback_works import StreamWork, ThreadWork
 from graphshard.compat import register_work, resolve_process_group
 
 BACKEND = "loopback"
+MAX_US = 2e6  # of a latency
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,10 @@ class Loopback:
     Attributes:
         launches: every collective of every group, in order.
         waited_us: on the CPU, how long each wait stood still.
+
+    Raises:
+        ValueError: an argument that no network has.
+        RuntimeError: on entering: a process group is there already.
     """
 
     def __init__(
@@ -276,6 +281,11 @@ class Loopback:
         late: bool = False,
         on_launch: Callable[[], object] | None = None,
     ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"loopback: got rank {rank} of {world_size}, want one from 0 to below the world size")
+        if not (0.0 <= alpha_us <= MAX_US and gb_s > 0.0):
+            got = f"got {alpha_us:g} us and {gb_s:g} GB/s"
+            raise ValueError(f"loopback: {got}, want a latency from 0 to {MAX_US:g} us, and a bandwidth above 0")
         self.launches: list[Launch] = []
         self.waited_us: list[float] = []
         self._world_size, self._rank = world_size, rank
@@ -285,6 +295,8 @@ class Loopback:
         self._library: Any = None
 
     def __enter__(self) -> Self:
+        if dist.is_initialized():
+            raise RuntimeError("loopback: got a process group that is there already, want none: destroy it first")
         _current.append(self)
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

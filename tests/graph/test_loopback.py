@@ -204,3 +204,24 @@ def test_every_form_of_a_collective_is_served(form: str) -> None:
         assert torch.equal(got, want[kind])
         assert [launch.kind for launch in network.launches] == [kind]
         dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"world_size": 0}, "got rank 0 of 0"),
+        ({"world_size": 2, "rank": 2}, "got rank 2 of 2"),
+        ({"world_size": 2, "gb_s": 0.0}, "a bandwidth above 0"),
+        ({"world_size": 2, "alpha_us": -1.0}, "got -1 us"),
+        ({"world_size": 2, "alpha_us": float("nan")}, "got nan us"),
+    ],
+)
+def test_networks_that_cannot_be_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Loopback(**arguments)
+
+
+def test_network_in_a_network_is_refused_and_leaves_the_outer_one(network: Loopback) -> None:
+    with pytest.raises(RuntimeError, match="a process group that is there already"), Loopback(2):
+        pass
+    assert dist.get_world_size() == RANKS
