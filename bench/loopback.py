@@ -6,7 +6,8 @@
 A timing instrument. What is gathered is this rank's part, W times; what is reduced is the sum, or the mean, of W equal
 parts: the results of one step are right where all ranks hold the same, and nothing is trained. A collective takes
 `alpha_us` and its bytes at `gb_s`, one after the other, beside the computation: on CPU in a thread, on CUDA on a stream
-of its own, where a wait orders streams and never the host. There is no all-to-all: torch asks backends of C++ for it.
+of its own, where a wait orders streams and never the host. There is no all-to-all, send or gather to one rank, for
+which torch asks backends of C++, and no sum with a factor.
 
 Source: NCCL's one communication stream; time by latency and bandwidth, as in its own tests.
 """
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.loopback_works import StreamWork, ThreadWork
+from bench.loopback_works import TIMEOUT_S, StreamWork, ThreadWork
 from graphshard.compat import register_work, resolve_process_group
 
 BACKEND = "loopback"
@@ -222,7 +223,7 @@ class LoopbackGroup(dist.ProcessGroup):
             try:
                 if self._network.late:
                     time.sleep(us / 1e6)
-                with torch.no_grad():
+                with torch.inference_mode(work.is_inference), torch.no_grad():
                     move()
                 time.sleep(max(0.0, end_s - time.perf_counter()))
             except BaseException as error:  # a waiter must not hang
@@ -252,6 +253,9 @@ class LoopbackGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Ends the thread, behind what is launched."""
         self._queue.put(None)
+        if self._thread is not None:  # one that frees tensors while Python ends would abort it
+            self._thread.join(TIMEOUT_S)
+            self._thread = None
 
 
 class Loopback:

@@ -22,6 +22,7 @@ class ThreadWork(Work):
     def __init__(self, outputs: list[Tensor], waited: list[float]) -> None:
         super().__init__()
         self._waited = waited
+        self.is_inference = any(output.is_inference() for output in outputs)
         self._arrived = threading.Event()
         self._future: Future[list[Tensor]] = Future()
         self._outputs = outputs

@@ -70,7 +70,9 @@ def parse_options(argv: Sequence[str] | None = None) -> OverlapOptions:
     parser.add_argument("--tokens", type=int, help=f"of a sequence; {TOKENS}")
     parser.add_argument("--steps", type=int, help=f"timed ones; {STEPS}")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all; {MINUTES:g}")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], metavar="S", help="all")
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], metavar="S", help="; ".join(SYSTEMS)
+    )
     parser.add_argument(
         "--networks", nargs="+", type=PretendedNetwork.parse, metavar="RANKS:US:GB/S",
         help=" ".join(network.text for network in NETWORKS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,12 +33,16 @@ class PretendedNetwork:
         """Of ``RANKS:US:GB/S``, such as ``8:32:361``.
 
         Raises:
-            ValueError: it is no such text.
+            argparse.ArgumentTypeError: it is no such text.
         """
-        ranks, alpha_us, gb_s = text.split(":")
-        found = PretendedNetwork(int(ranks), float(alpha_us), float(gb_s))
-        if found.ranks < 2 or found.alpha_us < 0.0 or found.gb_s <= 0.0:
-            raise ValueError(f"network: got {text!r}, want at least 2 ranks, a latency and a bandwidth above 0")
+        try:
+            ranks, alpha_us, gb_s = text.split(":")
+            found = PretendedNetwork(int(ranks), float(alpha_us), float(gb_s))
+        except ValueError:
+            found = PretendedNetwork(0, 0.0, 0.0)
+        if found.ranks < 2 or not found.alpha_us >= 0.0 or not found.gb_s > 0.0:
+            want = "RANKS:US:GB/S, such as 8:32:361: at least 2 ranks, a latency, a bandwidth above 0"
+            raise argparse.ArgumentTypeError(f"got {text!r}, want {want}")
         return found
 
     @property

@@ -33,7 +33,17 @@ def disabled_passes(optional: frozenset[str]) -> frozenset[str]:
     Raises:
         ValueError: for a name that is not an optional pass.
     """
-    names = frozenset(name.strip() for name in os.environ.get("GRAPHSHARD_DISABLE", "").split(",") if name.strip())
+    names = _disabled()
     if unknown := sorted(names - optional):
         raise ValueError(f"GRAPHSHARD_DISABLE: got {', '.join(unknown)}, want some of: {', '.join(sorted(optional))}")
     return names
+
+
+def is_disabled(name: str) -> bool:
+    """Whether ``GRAPHSHARD_DISABLE`` names a pass."""
+    return name in _disabled()
+
+
+def _disabled() -> frozenset[str]:
+    raw = os.environ.get("GRAPHSHARD_DISABLE", "")
+    return frozenset(name.strip() for name in raw.split(",") if name.strip())

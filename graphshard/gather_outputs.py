@@ -36,12 +36,15 @@ def runs_on_gloo(group_name: str, device_type: str) -> bool:
     return f"{device_type}:gloo" in dist.get_backend_config(resolve_process_group(group_name))
 
 
-def with_gather_outputs(gm: GraphModule, is_gloo: Callable[[str, str], bool] = runs_on_gloo) -> GraphModule:
+def with_gather_outputs(
+    gm: GraphModule, is_gloo: Callable[[str, str], bool] = runs_on_gloo, compiled: bool = True
+) -> GraphModule:
     """The same program with outputs given to its all-gathers of fixed size; `gm` itself where none needs that.
 
     Args:
         gm: a lowered program.
         is_gloo: whether tensors on a kind of device go over gloo in a process group of this name.
+        compiled: whether a compiler may use memory again; else the collective itself holds what it reads.
     """
     if not any(_needs_output(node, is_gloo) for node in gm.graph.nodes):
         return gm
@@ -53,7 +56,7 @@ def with_gather_outputs(gm: GraphModule, is_gloo: Callable[[str, str], bool] = r
         out.meta["val"] = value
         node.target = GATHER_INTO
         node.kwargs = {"out": out}
-        for wait in waits_of(node):
+        for wait in waits_of(node) if compiled else ():
             with graph.inserting_after(wait):
                 graph.call_function(KEEP_UNTIL, (wait, node.args[0])).meta["val"] = None
     return GraphModule(gm, graph)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
+from graphshard import env
 from graphshard.agreement import Posted
 from graphshard.compat import resolve_process_group, takes_several_tensors
 from graphshard.cost import CollectiveKind, CostModel, GroupShape, find_hardware, group_shape
@@ -361,7 +362,7 @@ def _coalesces(mode: str, device_type: str) -> Callable[[str, CollectiveKind], b
     @cache
     def coalesces(group: str, kind: CollectiveKind) -> bool:
         # In which order a sum is made is a matter of its place in a buffer, and FSDP2's plan promises its bits.
-        if kind == "reduce_scatter" and mode == "fsdp2":
+        if (kind == "reduce_scatter" and mode == "fsdp2") or env.is_disabled("choose_copies"):
             return False
         return takes_several_tensors(resolve_process_group(group), device_type)
 

@@ -189,7 +189,7 @@ class UnitPrograms:
             ir=format_graph(lowered.graph),
         )
         self._report.programs.append(record)
-        return UnitProgram(*cut_at_wait(with_gather_outputs(lowered)), record)
+        return UnitProgram(*cut_at_wait(with_gather_outputs(lowered, compiled=False)), record)
 
 
 def _held(shard: Shard) -> Tensor:

@@ -16,6 +16,7 @@ argument. All check their arguments before anything is launched.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -48,7 +49,13 @@ class Whole(NamedTuple):
 @lru_cache(maxsize=1024)
 def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
     """Dtypes of ``"bfloat16,float32"``."""
-    return tuple(getattr(torch, name) for name in text.split(","))
+    return tuple(_dtype(name) for name in text.split(","))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    _check(isinstance(found, torch.dtype), "dtype", repr(name), "the name of a dtype, such as 'bfloat16'")
+    return found  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=1024)
@@ -56,9 +63,11 @@ def parse_members(text: str) -> tuple[Whole, ...]:
     """Members of ``"31x16@0:bfloat16,4@0:float32"``."""
     found = []
     for member in text.split(","):
-        shape, dtype = member.split(":")
-        size, dim = shape.split("@")
-        found.append(Whole(tuple(map(int, size.split("x"))), int(dim), getattr(torch, dtype)))
+        parts = re.fullmatch(r"(\d+(?:x\d+)*)@(\d+):(\w+)", member)
+        want = "a size, the dim that is sharded and a dtype, such as '31x16@0:bfloat16'"
+        if parts is None or int(parts[2]) > parts[1].count("x"):
+            raise ValueError(f"graphshard::gather_copy_out: members: got {member!r}, want {want}")
+        found.append(Whole(tuple(map(int, parts[1].split("x"))), int(parts[2]), _dtype(parts[3])))
     return tuple(found)
 
 
@@ -149,6 +158,7 @@ def _fake_gather_copy_out(flat: Tensor, members: str, world_size: int) -> list[T
 
 def _check_flat(flat: Tensor, members: str, world_size: int) -> tuple[tuple[Whole, ...], Layout]:
     wanted = parse_members(members)
+    _check(world_size > 0, "gather_copy_out: world_size", str(world_size), "at least 1")
     layout = full_layout(tuple(m.size for m in wanted), tuple(m.dim for m in wanted), world_size)
     wire = wire_dtype([member.dtype for member in wanted])
     numel = sum(
@@ -168,7 +178,7 @@ def _check_flat(flat: Tensor, members: str, world_size: int) -> tuple[tuple[Whol
 def _reduce_copy_in(
     grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    _check_grads(grads, dims, world_size, *scale)
+    _check_grads(grads, dims, world_size, dtype, *scale)
     multiplier, divisor = scale
     rows = [_rows(grad.to(dtype), dim, world_size) for grad, dim in zip(grads, dims, strict=True)]
     flat = torch.cat(rows, 1).view(-1)
@@ -190,7 +200,7 @@ def _rows(grad: Tensor, dim: int, world_size: int) -> Tensor:
 def _reduce_copy_in_fused(
     grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    layout = _check_grads(grads, dims, world_size, *scale)
+    layout = _check_grads(grads, dims, world_size, dtype, *scale)
     if not _fused(grads, dtype, scaled=scale != (None, None)):
         return _reduce_copy_in(grads, dims, world_size, dtype, *scale)
     flat = grads[0].new_empty(layout.rows * layout.row_numel, dtype=dtype)
@@ -209,12 +219,16 @@ def _reciprocal(divisor: float) -> float:
 def _fake_reduce_copy_in(
     grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
 ) -> Tensor:
-    layout = _check_grads(grads, dims, world_size, *scale)
+    layout = _check_grads(grads, dims, world_size, dtype, *scale)
     return grads[0].new_empty(layout.rows * layout.row_numel, dtype=dtype)
 
 
-def _check_grads(grads: Sequence[Tensor], dims: Sequence[int], world_size: int, *scale: float | None) -> Layout:
+def _check_grads(
+    grads: Sequence[Tensor], dims: Sequence[int], world_size: int, dtype: torch.dtype, *scale: float | None
+) -> Layout:
     multiplier, divisor = scale
+    scales = dtype.is_floating_point or scale == (None, None)
+    _check(scales, "reduce_copy_in: dtype", f"{dtype} with a factor", "a floating-point one")
     _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", f"{len(dims)} for {len(grads)} gradients", "one each")
     _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
     _check(multiplier is None or divisor is None, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")

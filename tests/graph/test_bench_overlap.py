@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -61,7 +62,7 @@ def test_trace_is_sorted_by_stream_not_by_name() -> None:
 def test_network_is_read_and_refused() -> None:
     assert PretendedNetwork.parse(NETWORK.text) == NETWORK
     for text in ("8:32", "1:32:361", "8:-1:361", "8:32:0", "a:b:c"):
-        with pytest.raises(ValueError):
+        with pytest.raises(argparse.ArgumentTypeError, match="want RANKS:US:GB/S"):
             PretendedNetwork.parse(text)
 
 

@@ -146,7 +146,7 @@ def test_eager_fsdp2_and_graphshard_meet_the_same_network() -> None:
 def test_backend_that_takes_several_tensors_gets_coalesced_buckets(
     plan: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained() -> tuple[list[Tensor], str, str]:
+    def trained() -> tuple[list[Tensor], str, str, str]:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)]
         with Loopback(RANKS, alpha_us=10.0) as network:
@@ -154,15 +154,17 @@ def test_backend_that_takes_several_tensors_gets_coalesced_buckets(
             model = graphshard.compile(nn.Sequential(*layers), mesh, backend=backend, plan=plan)
             found, _ = losses(model, network)
         programs = {program.direction: program for program in graphshard.report(model).programs}
-        return found, programs["forward"].ir, programs["backward"].ir
+        return found, programs["forward"].ir, programs["backward"].ir, str(graphshard.explain(model))
 
-    got, forward, backward = trained()
+    got, forward, backward, explained = trained()
+    assert "coalesced all-gather" in explained
     assert "all_gather_into_tensor_coalesced(" in forward
     # A sum's bits are a matter of places in the buffer, and FSDP2's plan promises FSDP2's.
     assert plan == "auto" or "reduce_scatter_tensor_coalesced(" not in backward
     monkeypatch.setenv("GRAPHSHARD_DISABLE", "choose_copies")
-    want, forward, _ = trained()
-    assert "coalesced" not in forward and all(map(torch.equal, got, want))
+    want, forward, _, explained = trained()
+    assert "coalesced" not in forward and "coalesced all-gather" not in explained
+    assert all(map(torch.equal, got, want))
 
 
 def test_gloo_has_no_coalesced_buckets(tmp_path: Path) -> None:
