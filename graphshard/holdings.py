@@ -196,8 +196,6 @@ class Holdings:
         """What becomes of a unit's gathered parameters behind the running forward."""
         reshards = unit.reshard_after_forward
         stays, flag = self._decided.get(unit, (not reshards, reshards))
-        # What was decided is decided for a backward; the user's own flag holds without one, too, as in FSDP2.
-        stays = stays and not (self.is_inference and reshards)
         if (
             (stays if flag == reshards else not reshards)
             or unit in self.entry.partial
@@ -206,6 +204,12 @@ class Holdings:
         ):
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
+
+    def _stays_for_backward(self, unit: Unit) -> bool:
+        """Whether a unit stays because that was decided, where the user's own flag reshards it."""
+        stays, _ = self._decided.get(unit, (False, False))
+        others = unit in self.entry.partial or self.in_backward or unit.reduce_unused
+        return stays and unit.reshard_after_forward and not others
 
     def in_order(self, units: frozenset[Unit]) -> list[Unit]:
         """The model's order, which is the same on every rank; that of a set is not."""
@@ -261,6 +265,8 @@ class Holdings:
         """The outermost call ends."""
         for unit in self.touched:
             behind = self.behind_forward(unit)
+            if self.is_inference and self._stays_for_backward(unit):
+                behind = RESHARD
             if behind == KEEP:
                 self.stay_whole([unit])
             if unit in self.active:
