@@ -26,7 +26,7 @@ help:
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
-	@echo 'make bench-gpu  copies and overlap on one CUDA GPU: every claim in one table, nine minutes'
+	@echo 'make bench-gpu  copies and overlap on one CUDA GPU, with $(PYTHON), too: every claim in one table, nine minutes'
 	@echo 'make matrix  the parity and kernel tests on torch $(MATRIX), each in a .venv-VERSION of its own'
 
 demo: $(INSTALLED)
@@ -35,7 +35,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# Not in .venv: a CUDA build of torch is there already, or nothing is to be tested.
+# gpu-test and bench-gpu, not in .venv: a CUDA build of torch is there already, or there is nothing to run.
 gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
 
@@ -52,8 +52,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.schedule
 
-bench-gpu: $(INSTALLED)
-	$(BIN)/python -m bench.gpu
+bench-gpu:
+	$(PYTHON) -m bench.gpu
 
 # MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it already.
 matrix: $(MATRIX_RUNS)

@@ -77,7 +77,6 @@ class LoopbackGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._of = of
-        self._network = of.network
         self._names = {"name": "", "description": ""}
         self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], None], float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -200,7 +199,7 @@ class LoopbackGroup(dist.ProcessGroup):
         move: Callable[[], None],
         sent_bytes: float,
     ) -> Any:
-        us = self._network.us(sent_bytes)
+        us = self._of.network.us(sent_bytes)
         self._of.launches.append(Launch(kind, int(sent_bytes), us))
         is_cuda = outputs[0].is_cuda
         work = self._launch_on_stream(list(outputs), inputs, move, us) if is_cuda else self._queued(outputs, move, us)
@@ -221,7 +220,7 @@ class LoopbackGroup(dist.ProcessGroup):
             work, move, us = item
             end_s = time.perf_counter() + us / 1e6
             try:
-                if self._network.late:
+                if self._of.network.late:
                     time.sleep(us / 1e6)
                 with torch.inference_mode(work.is_inference), torch.no_grad():
                     move()
@@ -243,10 +242,10 @@ class LoopbackGroup(dist.ProcessGroup):
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream), torch.no_grad():  # and on its device, where Triton launches
             begun = hold_stream.mark(device)
-            if not self._network.late:
+            if not self._of.network.late:
                 move()
             hold_stream.hold(begun, us)
-            if self._network.late:
+            if self._of.network.late:
                 move()
         return StreamWork(outputs, inputs, self._stream)
 

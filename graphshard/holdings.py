@@ -196,20 +196,18 @@ class Holdings:
         """What becomes of a unit's gathered parameters behind the running forward."""
         reshards = unit.reshard_after_forward
         stays, flag = self._decided.get(unit, (not reshards, reshards))
-        if (
-            (stays if flag == reshards else not reshards)
-            or unit in self.entry.partial
-            or self.in_backward
-            or unit.reduce_unused
-        ):
+        if (stays if flag == reshards else not reshards) or self._must_stay(unit):
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 
+    def _must_stay(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered behind the running forward, whatever is asked or decided."""
+        return unit in self.entry.partial or self.in_backward or unit.reduce_unused
+
     def _stays_for_backward(self, unit: Unit) -> bool:
-        """Whether a unit stays because that was decided, where the user's own flag reshards it."""
+        """Whether a unit stays only because that was decided."""
         stays, _ = self._decided.get(unit, (False, False))
-        others = unit in self.entry.partial or self.in_backward or unit.reduce_unused
-        return stays and unit.reshard_after_forward and not others
+        return stays and unit.reshard_after_forward and not self._must_stay(unit)
 
     def in_order(self, units: frozenset[Unit]) -> list[Unit]:
         """The model's order, which is the same on every rank; that of a set is not."""

@@ -2,7 +2,8 @@
 
 Needs: markers with ``meta["bucket"]``, and `PassContext.coalesces`, which weighs copies against what each more tensor
 adds to a collective. Leaves: ``meta["coalesced"]`` on the markers of these buckets. A bucket of one needs no choice:
-its tensor is sent itself where it has the right dtype.
+its tensor is sent itself where it has the right dtype. Flat stays what has no costs: programs of a unit outside
+regions, and those of units that say what they prefetch.
 
     bucket "gather:layers.0": %a = unshard(%s0), %b = unshard(%s1)   ->   the same, coalesced
 

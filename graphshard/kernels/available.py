@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from graphshard import env
+
 # fp64 and integers are moved, but not cast.
 CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _ITEM_BYTES = (1, 2, 4, 8)
@@ -43,8 +45,11 @@ def why_unfused(device: torch.device) -> str | None:
 
 
 def fuses_on(device: torch.device | None, say: Callable[[str], object]) -> bool:
-    """Whether the copies of a program on `device` are fused. On accelerators, `say` is told why not."""
-    if device is None or device.type == "cpu":  # nothing to gain
+    """Whether the copies of a program on `device` are fused. On accelerators, `say` is told why not.
+
+    Where users leave the pass out, which is said once elsewhere, plans must not count on it either.
+    """
+    if device is None or device.type == "cpu" or env.is_disabled("fuse_copies"):  # on CPU there is nothing to gain
         return False
     if (why := why_unfused(device)) is not None:
         say(why)

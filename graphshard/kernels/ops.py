@@ -10,7 +10,8 @@
         `[W * sum of N]`: gradients cast to `dtype`, padded, cut into rows of shards; multiplied or divided.
 
 Dtypes and members are texts: ``"bfloat16,float32"``, ``"31x16@0:bfloat16,4@0:float32"``. Results share memory with no
-argument. All check their arguments before anything is launched.
+argument. All check their arguments before anything is launched. Called with dtypes that the kernel does not cast, they
+copy as torch does.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Whole(NamedTuple):
 @lru_cache(maxsize=1024)
 def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
     """Dtypes of ``"bfloat16,float32"``."""
-    return tuple(_dtype(name) for name in text.split(","))
+    return tuple(_dtype(name, "gather_copy_in: dtypes") for name in text.split(","))
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str, where: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    _check(isinstance(found, torch.dtype), "dtype", repr(name), "the name of a dtype, such as 'bfloat16'")
+    _check(isinstance(found, torch.dtype), where, repr(name), "the name of a dtype, such as 'bfloat16'")
     return found  # type: ignore[return-value]
 
 
@@ -67,7 +68,9 @@ def parse_members(text: str) -> tuple[Whole, ...]:
         want = "a size, the dim that is sharded and a dtype, such as '31x16@0:bfloat16'"
         if parts is None or int(parts[2]) > parts[1].count("x"):
             raise ValueError(f"graphshard::gather_copy_out: members: got {member!r}, want {want}")
-        found.append(Whole(tuple(map(int, parts[1].split("x"))), int(parts[2]), _dtype(parts[3])))
+        found.append(
+            Whole(tuple(map(int, parts[1].split("x"))), int(parts[2]), _dtype(parts[3], "gather_copy_out: members"))
+        )
     return tuple(found)
 
 

@@ -55,6 +55,14 @@ def test_programs_fuse_on_the_least_capability_and_above(monkeypatch: pytest.Mon
         assert fuses_on(torch.device("cuda", number), pytest.fail)
 
 
+def test_plans_do_not_count_on_a_pass_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fuses_on(CUDA, pytest.fail)
+    monkeypatch.setenv("GRAPHSHARD_DISABLE", "order_launches, fuse_copies")
+    assert not fuses_on(CUDA, pytest.fail)
+
+
 def test_nothing_is_said_of_cpus() -> None:
     assert not fuses_on(torch.device("cpu"), pytest.fail) and not fuses_on(None, pytest.fail)
 

@@ -17,9 +17,15 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a dim from behind": (lambda: kernels.GATHER_COPY_OUT(X, "4x2@-2:float32", 2), "got '4x2@-2:float32', want a size"),
     "a dim too many": (lambda: kernels.GATHER_COPY_OUT(X, "4x2@2:float32", 2), "got '4x2@2:float32', want a size"),
     "no member": (lambda: kernels.GATHER_COPY_OUT(X, "", 2), "got '', want a size"),
-    "no dtype": (lambda: kernels.GATHER_COPY_OUT(X, "4x2@0:nn", 2), "dtype: got 'nn', want the name of a dtype"),
+    "no dtype": (
+        lambda: kernels.GATHER_COPY_OUT(X, "4x2@0:nn", 2),
+        "gather_copy_out: members: got 'nn', want the name of a dtype",
+    ),
     "no rank": (lambda: kernels.GATHER_COPY_OUT(X, "4x2@0:float32", 0), "world_size: got 0, want at least 1"),
-    "an empty dtype": (lambda: kernels.GATHER_COPY_IN([X], ""), "dtype: got '', want the name of a dtype"),
+    "an empty dtype": (
+        lambda: kernels.GATHER_COPY_IN([X], ""),
+        "gather_copy_in: dtypes: got '', want the name of a dtype",
+    ),
     "integers with a factor": (
         lambda: kernels.REDUCE_COPY_IN(GRADS, [0, 0], 2, torch.int32, None, 2.0),
         "dtype: got torch.int32 with a factor, want a floating-point one",

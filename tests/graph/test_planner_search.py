@@ -12,11 +12,17 @@ from planner_optimum import optimum_us
 from problems import problems, stack
 
 from graphshard.planner import (
+    Action,
+    Bucket,
     BudgetTooSmall,
+    Gather,
     Problem,
+    Schedule,
+    Transfer,
     best_schedule,
     check_schedule,
     fsdp2_schedule,
+    is_coalesced,
     lower_bound_us,
     per_parameter_schedule,
     simulate,
@@ -137,6 +143,21 @@ def test_planning_grows_little_with_depth(backward: bool) -> None:
     assert walked(32, False, 60) <= 2.2 * walked(16, False, 60)
     assert walked(96, True, 240) <= 1.6 * walked(48, True, 240)
     assert walked(96, True, 240) < walked(96, False, 240)
+
+
+def test_lower_bound_counts_the_latency_of_a_coalesced_bucket_once() -> None:
+    transfer = Transfer(0, ((20.0, 1e-6),))
+    gathers = tuple(
+        Gather(f"w{i}", "u", 0, transfer, 10, 10, 5, 5, copy_in_us=50.0, copy_out_us=50.0, coalesced_us=0.0)
+        for i in range(10)
+    )
+    problem = Problem(
+        "forward", tuple(f"op{i}" for i in range(10)), (100.0,) * 10, (0,) * 10, gathers, (), contention=0.5
+    )
+    bucket = Bucket("gather", tuple(range(10)))
+    schedule = Schedule((bucket,), (Action(0, "launch", 0), Action(5, "wait", 0)))
+    assert is_coalesced(gathers)
+    assert lower_bound_us(problem) <= simulate(problem, schedule).step_us < problem.compute_us + 20.0
 
 
 def test_lower_bound_counts_head_and_tail() -> None:
