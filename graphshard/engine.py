@@ -169,11 +169,7 @@ class Engine:
             for shard in self._shards:
                 shard.renew()
             self._install()
-        gathered = False
-        for unit in self.units:
-            if not unit.is_sharded:  # by FSDP2's own engine: in eager FSDP2, or around a method registered lately
-                unit.reshard()
-                gathered = True
+        gathered = self._reshard_fsdp2()  # around a method registered lately, or by a backward of an eager forward
         sizes = [len(vars(module)) for module in self._unit_modules]
         if gathered or sizes != self._sizes:  # a method may have been registered since the last call
             self._sizes = sizes
@@ -386,7 +382,16 @@ class Engine:
     def _return_compiled(self) -> None:
         self._hooks.detach()
         self.compiled = True
+        self._reshard_fsdp2()
         self._refuse_held_by_fsdp2()
+
+    def _reshard_fsdp2(self) -> bool:
+        """Frees what FSDP2's own engine left gathered; returns whether there was anything."""
+        # A backward of ours, an optimizer or a state dict would take it for the parameters.
+        gathered = [unit for unit in self.units if not unit.is_sharded]
+        for unit in gathered:
+            unit.reshard()
+        return bool(gathered)
 
     def _refuse_held_by_fsdp2(self) -> None:
         self._refuse_held("eager FSDP2", [unit.name or "root" for unit in self.units if unit.holds_unreduced_grads()])
