@@ -129,12 +129,17 @@ def post_to_group(group_name: str, what: str, lines: Sequence[str], **words: str
     """
     group = resolve_process_group(group_name)
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or dist.get_backend(group) in _WITHOUT_PEERS:
+    if len(ranks) < 2 or without_peers(group):
         return None
     # The ranks of a group post in the same order: their collectives keep it.
     number = _posts[group] = _posts.get(group, -1) + 1
     key = f"graphshard/agreement/{group_name}/{number}"
     return post(default_store(), key, what, dist.get_rank(), ranks, lines, **words)
+
+
+def without_peers(group: dist.ProcessGroup | None) -> bool:
+    """Whether the other ranks of a process group, by default that of all ranks, are pretended."""
+    return dist.get_backend(group) in _WITHOUT_PEERS
 
 
 def _digest(lines: Sequence[str]) -> bytes:

@@ -26,6 +26,7 @@ from graphshard.compat import (
     moved_tensors,
     uncaptured,
 )
+from graphshard.contracts import contracts_of
 from graphshard.dispatch import Binding
 from graphshard.errors import RanksDiffer, UnsupportedModel
 from graphshard.fsdp2 import Unit
@@ -79,9 +80,12 @@ class Engine:
         self.compiled = True  # False: FSDP2's hooks run the model
         self.bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
         self.shard_at: dict[int, Shard] = {}
+        self.units = fsdp2.find_units(model)
+        self.contracts = contracts_of(self.name, sorted({rank for unit in self.units for rank in unit.ranks}))
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
-        self.prefetch = Prefetch(self.holdings, self.report, options.regions == "unit", self.name, planning)
+        every = options.regions == "unit"
+        self.prefetch = Prefetch(self.holdings, self.report, every, self.name, self.contracts, planning)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -98,10 +102,9 @@ class Engine:
         self._signatures: dict[int, object] = {}
         for name in sorted(env.disabled_passes(driver.OPTIONAL)):
             self.report.say_once(f"pass {name} is left out, as GRAPHSHARD_DISABLE says")
-        self.units = fsdp2.find_units(model)
         self._backend = make_backend(self, options.backend)
-        for unit in self.units:
-            unit.key = f"{self.name}:{unit.name}"
+        for position, unit in enumerate(self.units):
+            unit.key, unit.position = f"{self.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks, capture.forward_method)
         if not self._falls_back(unit.unsupported() for unit in self.units):

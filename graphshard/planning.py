@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import Counter
@@ -18,6 +19,7 @@ from torch.fx import Graph, GraphModule
 from graphshard import env
 from graphshard.agreement import Posted
 from graphshard.compat import resolve_process_group, takes_several_tensors
+from graphshard.contract import Contract
 from graphshard.cost import CollectiveKind, CostModel, GroupShape, find_hardware, group_shape
 from graphshard.extraction import Scene, extract_problem
 from graphshard.ir import PassContext
@@ -34,12 +36,15 @@ from graphshard.planner import (
     accumulation_choice,
     best_schedule,
     choose_kept,
+    fixed_size_schedule,
     fsdp2_schedule,
     is_coalesced,
     kept_problems,
     lower_bound_us,
+    per_parameter_schedule,
     simulate,
 )
+from graphshard.realising import realise
 from graphshard.ranks_alike import DEADLINE_S
 from graphshard.version import __version__
 
@@ -150,7 +155,13 @@ class RegionPlanning:
         return self._planning.budget_bytes is not None
 
     def __call__(
-        self, graph: Graph, ctx: PassContext, flags: str = "default", short_bytes: int = 0, as_fsdp2: bool = False
+        self,
+        graph: Graph,
+        ctx: PassContext,
+        flags: str = "default",
+        short_bytes: int = 0,
+        as_fsdp2: bool = False,
+        contract: Contract | None = None,
     ) -> ProgramPlan | None:
         """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
 
@@ -160,6 +171,7 @@ class RegionPlanning:
             flags: their text, by which a stored plan is found.
             short_bytes: of the budget that are to be left free.
             as_fsdp2: FSDP2's schedule is taken, whatever it allocates.
+            contract: of the program, to be realised, if there is one.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
@@ -167,6 +179,9 @@ class RegionPlanning:
         """
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.forget()
+        if contract is not None:
+            self.latest = self._realised(graph, ctx, contract)
+            return self.latest.plan
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
             if planning.stored is not None:
                 self.note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
@@ -195,6 +210,22 @@ class RegionPlanning:
         self.latest = Decision(problem, choice, plan, budget_bytes, kept)
         return plan if self.chooses else None
 
+    def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision:
+        budget_bytes = self._planning.budget_bytes
+        problem, schedule = realise(graph, ctx, self._planning.scene, contract, budget_bytes)
+        makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
+        rivals = {name: simulate(problem, make(problem)) for name, make in makers.items()}
+        choice = Choice(
+            schedule,
+            simulate(problem, schedule),
+            lower_bound_us(problem),
+            contract.chosen,
+            tuple((name, rival.step_us, rival.peak_bytes) for name, rival in rivals.items()) if self.chooses else (),
+        )
+        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
+        most = budget_bytes or max(rivals["fsdp2"].peak_bytes, self._step_bytes)
+        return Decision(problem, choice, named_plan(problem, schedule), most, kept)
+
     def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
         try:
             return best_schedule(problem, budget_bytes)
@@ -217,7 +248,11 @@ class RegionPlanning:
         return self.latest is not None and bucket_is_coalesced(self.latest.problem, kind, members)
 
     def keep_units(
-        self, forward: tuple[Graph, PassContext], backward: tuple[Graph, PassContext], by_default: frozenset[str]
+        self,
+        forward: tuple[Graph, PassContext],
+        backward: tuple[Graph, PassContext],
+        by_default: frozenset[str],
+        settled: Callable[[Callable[[], str]], str],
     ) -> frozenset[str] | None:
         """Names of the units that stay gathered from forward to backward; None: FSDP2's flags say.
 
@@ -225,6 +260,7 @@ class RegionPlanning:
             forward: marked graph, and its context.
             backward: the same.
             by_default: units that stay in FSDP2.
+            settled: what all ranks do, given what this one would.
         """
         if self._planning.mode == "fsdp2":
             return None
@@ -236,7 +272,9 @@ class RegionPlanning:
         if stored is not None:
             self._kept = None if stored.kept is None else frozenset(stored.kept)
         elif self._planning.keeps:
-            self._kept = choose_kept(ahead, back, self._planning.budget_bytes or self._step_bytes)
+            budget_bytes = self._planning.budget_bytes or self._step_bytes
+            text = settled(lambda: json.dumps(sorted(choose_kept(ahead, back, budget_bytes))))
+            self._kept = frozenset(json.loads(text))
         return self._kept
 
     def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:

@@ -19,6 +19,7 @@ import torch
 from graphshard.agreement import Posted, post_to_group
 from graphshard.calls import Backward, Entry
 from graphshard.compat import backward_id, call_at_end_of_backward
+from graphshard.contracts import Contracts
 from graphshard.dispatch import KEEP, Binding
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
@@ -58,16 +59,24 @@ class Prefetch:
         every: whether all units that are whole in a region are gathered and reduced outside its programs, so that equal
             blocks share them wherever they stand; else only what a region before can launch.
         model: name of the model.
+        contracts: of the model.
         planning: of the model; chooses how many regions ahead gathers are launched.
     """
 
     def __init__(
-        self, holdings: Holdings, report: Report, every: bool, model: str, planning: Planning | None = None
+        self,
+        holdings: Holdings,
+        report: Report,
+        every: bool,
+        model: str,
+        contracts: Contracts,
+        planning: Planning | None = None,
     ) -> None:
         self._holdings = holdings
         self._report = report
         self._every = every
         self._model = model
+        self._contracts = contracts
         self._planning = planning
         self._problems: dict[Step, Callable[[], Problem | None]] = {}
         self._orders: Orders[Wanted] = Orders()
@@ -103,8 +112,14 @@ class Prefetch:
         planning = self._planning
         if planning is None or planning.mode != "auto" or planning.budget_bytes is None:
             return order.depth
-        problems = [problem for step in order.steps if (problem := self._problems[step]()) is not None]
-        depth = choose_depth(problems, planning.budget_bytes).depth if problems else order.depth
+        budget_bytes = planning.budget_bytes
+
+        def decide() -> str:
+            problems = [problem for step in order.steps if (problem := self._problems[step]()) is not None]
+            return str(choose_depth(problems, budget_bytes).depth if problems else order.depth)
+
+        what = f"how far ahead regions of the {order.kind} are gathered"
+        depth = int(self._contracts.settle("\n".join((what, *map(str, order.steps))), what, decide))
         if depth > 1:
             self._report.note_once(f"{order.kind}: gathers are launched {depth} regions ahead, within memory_budget")
         return depth
@@ -128,7 +143,6 @@ class Prefetch:
         order = self._orders.end(walk)
         if order is None or id(order) in self._posted or not any(order.gathers):
             return  # without a collective, ranks may differ
-        order.depth = self._depth(order)
         groups: dict[str, set[str]] = {}
         for gathers in order.gathers:
             for name, (unit, *_) in gathers.items():
@@ -260,7 +274,7 @@ class Prefetch:
         if not order.agreed and (posts := self._posted.get(id(order))) is not None:
             for posted in posts:
                 posted.compare()
-            order.agreed = True
+            order.agreed, order.depth = True, self._depth(order)
 
     def _chosen(self, unit: Unit, direction: str, binding: Binding) -> list[Wanted]:
         """Units of other regions that the user chose to prefetch."""

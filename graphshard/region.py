@@ -20,7 +20,10 @@ from torch.fx import GraphModule
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed, generated_code
 from graphshard.compat_results import hide_results
+from graphshard.contract import Contract, contract_of, params_of
+from graphshard.contracts import Contracts
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
+from graphshard.driver import Lowered
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.gather_outputs import with_gather_outputs
@@ -39,6 +42,7 @@ from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGr
 from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
+from graphshard.plan import Decision
 from graphshard.plan_file import program_flags
 from graphshard.planner import Problem
 from graphshard.planning import Planning, RegionPlanning
@@ -46,6 +50,7 @@ from graphshard.prefetch import Prefetch
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
+from graphshard.signatures import ordered_units, state_text, structure
 from graphshard.states import backward_states, forward_states
 from graphshard.within_budget import lower_within_budget
 
@@ -63,6 +68,7 @@ class Engine(Protocol):
     bindings: dict[tuple[int, str, tuple[int, ...]], Binding]
     holdings: Holdings
     prefetch: Prefetch
+    contracts: Contracts
     deferred: list[Callable[[], None]] | None
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
@@ -109,6 +115,7 @@ class Region:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
+        self._structure = ""  # of its forward, which its backward is known by
         planning, note = engine.planning, engine.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
@@ -138,6 +145,7 @@ class Region:
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
         whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
+        self._structure = structure(binding)
         if self._planner is not None and engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
             if backward is not None and engine.is_whole(binding.unit_set):
@@ -154,9 +162,16 @@ class Region:
             (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
             (backward.graph, self._usual_context("backward", backward, binding)),
             by_default,
+            lambda choose: self._settled("units kept for backward", binding, choose),
         )
         if kept is not None:
             holdings.decide({unit: unit.name in kept for unit in binding.units})
+
+    def _settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
+        """What all ranks do for this region, as one of them decides it."""
+        contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
+        shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{state and f' [{state}]'}"
+        return contracts.settle(f"{what}\n{self._structure}\n{state}", shown, decide)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
@@ -199,10 +214,10 @@ class Region:
             if graph.direction == "forward":
                 self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
-            program = self._programs[key] = self._lower(graph, binding, plan, late)
+            program = self._programs[key] = self._lower(graph, binding, plan, state_text(binding, states), late)
         return program
 
-    def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
+    def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, state: str, late: bool) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
         params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
         flags = plan.flags
@@ -213,7 +228,7 @@ class Region:
         ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
         if self.engine.planning is not None:
             self.engine.planning.agree()
-        lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named)
+        lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
         start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late else nullcontext():
             run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
@@ -234,6 +249,28 @@ class Region:
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)
+
+    def _lower_as_agreed(
+        self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
+    ) -> tuple[Lowered, Decision | None]:
+        """The program whose collectives are those of its contract: of this rank's making, or of another's."""
+        made: list[tuple[Lowered, Decision | None]] = []
+        ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
+        params = params_of(ctx, ordinals)
+
+        def decide() -> str:
+            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
+            lowered, decision = made[0]
+            return contract_of(lowered.gm.graph, decision, params).text()
+
+        if self._planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
+            decide()
+            return made[0]
+        contract = Contract.parse(self._settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
+        if not made:
+            contract = contract.for_params(params)
+            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
+        return made[0]
 
     # -- run time
 
@@ -353,7 +390,12 @@ class Region:
     ) -> list[UnitState]:
         """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
         assert self._planner is not None
-        why = self._planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
+        planner = self._planner
+
+        def decide() -> str:
+            return planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
+
+        why = self._settled("accumulation", binding, decide) if planner.budget_is_asked else ""
         if not why:
             return states
         self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")

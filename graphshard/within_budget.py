@@ -8,6 +8,7 @@ from functools import partial
 from torch.fx import GraphModule
 
 from graphshard import driver, env, verify
+from graphshard.contract import Contract, contract_of
 from graphshard.driver import Lowered
 from graphshard.errors import VerifyError
 from graphshard.ir import PassContext
@@ -21,7 +22,12 @@ _TRIES = 4
 
 
 def lower_within_budget(
-    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning | None, flags: str
+    gm: GraphModule,
+    ctx: PassContext,
+    title: str,
+    planner: RegionPlanning | None,
+    flags: str,
+    contract: Contract | None = None,
 ) -> tuple[Lowered, Decision | None]:
     """Makes one program of a marked graph, as `driver.lower` does, and what was decided for it.
 
@@ -34,6 +40,7 @@ def lower_within_budget(
         title: of the dumps.
         planner: of the region; None: nothing is planned.
         flags: text of the program's flags, by which a stored plan is found.
+        contract: of the program, if it was decided already: it is realised, and a broken budget is noted.
 
     Raises:
         BudgetTooSmall: `memory_budget` does not suffice.
@@ -42,6 +49,8 @@ def lower_within_budget(
     if planner is None:
         return driver.lower(gm, ctx, title), None
     ctx = replace(ctx, coalesces=planner.coalesces)
+    if contract is not None:
+        return _lower_by_contract(gm, ctx, title, planner, contract)
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):
@@ -75,6 +84,29 @@ def lower_within_budget(
     assert planner.latest is not None
     needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
     return lowered, replace(planner.latest, budget_bytes=needed)
+
+
+def _lower_by_contract(
+    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, contract: Contract
+) -> tuple[Lowered, Decision | None]:
+    if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
+        lowered = driver.lower(gm, replace(ctx, planner=planner), title)
+        if contract_of(lowered.gm.graph, None, ()).launches == contract.launches:
+            return lowered, planner.latest
+    planner.forget()
+    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, contract=contract)), title)
+    found = contract_of(lowered.gm.graph, planner.latest, ())
+    if found.launches != contract.launches:
+        raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")
+    latest = planner.latest
+    if latest is not None and planner.budget_is_asked:
+        peak = peak_bytes(lowered.gm.graph, ctx)
+        if peak > latest.budget_bytes:
+            planner.note(
+                f"{title}: allocates {peak} bytes, more than memory_budget, {latest.budget_bytes}: the collectives "
+                "that all ranks agreed on were planned for other shapes"
+            )
+    return lowered, latest
 
 
 def _check_stored(lowered: Lowered, ctx: PassContext, planner: RegionPlanning, decision: Decision) -> None:

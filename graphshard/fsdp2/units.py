@@ -30,6 +30,7 @@ class Unit:
         self._state = state
         self.name = name
         self.key = ""  # of what users supplied, for programs; set by the engine
+        self.position = 0  # among the model's units; set by the engine
         self.names: dict[int, list[str]] = {}  # id of an FSDP2 state -> names of its units; set by the engine
         self.params = [ShardedParam(param, self) for param in raw.fsdp_params]
         self._seen: tuple[object, ...] = ()
@@ -72,6 +73,12 @@ class Unit:
         """Name of the process group of the copies, ``""`` if there are none."""
         mesh = self._raw.mesh_info
         return str(mesh.replicate_process_group.group_name) if isinstance(mesh, DDPMeshInfo) else ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold a part of its parameters, or a copy, in order."""
+        mesh: DeviceMesh = self._raw.mesh_info.mesh
+        return tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
     @property
     def device(self) -> torch.device:

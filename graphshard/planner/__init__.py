@@ -7,6 +7,7 @@ from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
 from graphshard.planner.keep import Accumulation, accumulation_choice, choose_kept, kept_problems
 from graphshard.planner.live_memory import LiveBytes, live_by_category
 from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer, is_coalesced
+from graphshard.planner.realised import OrderImpossible, realised_schedule
 from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
@@ -21,6 +22,7 @@ __all__ = [
     "Exposure",
     "Gather",
     "LiveBytes",
+    "OrderImpossible",
     "OwnCollective",
     "Problem",
     "Reduction",
@@ -39,5 +41,6 @@ __all__ = [
     "live_by_category",
     "lower_bound_us",
     "per_parameter_schedule",
+    "realised_schedule",
     "simulate",
 ]
