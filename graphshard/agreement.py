@@ -33,6 +33,9 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> object:
         """Stores a value."""
 
+    def add(self, key: str, amount: int, /) -> int:
+        """Adds to a number, at once; returns the sum."""
+
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Values of keys that are there."""
 

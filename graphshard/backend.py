@@ -103,6 +103,7 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
             _shard_positions(engine, inputs),
             len(inputs),
             ends_in_graph_break(gm),
+            _input_grads(engine, inputs),
             compile_graph_inductor if inductor else _run_as_is,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
@@ -123,6 +124,12 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
 def _shard_positions(engine: Engine, inputs: Sequence[Any]) -> dict[int, Shard]:
     leaves = {id(shard.leaf): shard for shard in engine.shard_at.values()}
     return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
+
+
+def _input_grads(engine: Engine, inputs: Sequence[Any]) -> int:
+    """How many inputs besides shards need a gradient."""
+    leaves = {id(shard.leaf) for shard in engine.shard_at.values()}
+    return sum(isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves for value in inputs)
 
 
 def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:

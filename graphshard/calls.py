@@ -38,12 +38,16 @@ class Call:
     Attributes:
         binding: its shards.
         entry: what the user called.
+        whole: the whole call that it is, or is a part of on the other ranks; None: there is none.
+        follows_whole: whether it is a part.
         node: weakly, the node.
     """
 
-    def __init__(self, binding: Binding, entry: Entry, node: Any) -> None:
+    def __init__(self, binding: Binding, entry: Entry, whole: Any, follows_whole: bool, node: Any) -> None:
         self.binding = binding
         self.entry = entry
+        self.whole = whole
+        self.follows_whole = follows_whole
         self.node = weakref.ref(node)
 
     def follows(self) -> bool:
@@ -62,6 +66,7 @@ class Backward:
         again: shards that a later call of the same backward uses too.
         units_again: split units (see `Holdings`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
+        whole, follows_whole: as of the call.
     """
 
     entry: Entry = Entry()
@@ -69,6 +74,8 @@ class Backward:
     again: frozenset[Shard] = field(default_factory=frozenset)
     units_again: frozenset[Unit] = field(default_factory=frozenset)
     inputs_only: bool = False
+    whole: Any = None
+    follows_whole: bool = False
 
 
 class Calls:
@@ -86,18 +93,19 @@ class Calls:
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def begin(self, binding: Binding, entry: Entry) -> None:
-        """Is told the shards of the forward that runs now, and what the user called."""
-        self._local.begun = binding, entry
+    def begin(self, binding: Binding, entry: Entry, whole: Any = None, follows: bool = False) -> None:
+        """Is told the shards of the forward that runs now, what the user called, and the whole that it belongs to."""
+        self._local.begun = binding, entry, whole, follows
 
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
         node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
-        binding, entry = self._local.__dict__.pop("begun", None) or (Binding(()), Entry())
+        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None, False)
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            call = Call(binding, entry, node)
+            binding, entry, whole, follows_whole = begun
+            call = Call(binding, entry, whole, follows_whole, node)
             self._live.add(call)
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
 
@@ -118,7 +126,13 @@ class Calls:
         leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
         inputs_only = leaf is not None and not accumulates_into(leaf)
         self._local.backward = Backward(
-            call.entry, tuple(grads[i] is None for i in numbers), again, units_again, inputs_only
+            call.entry,
+            tuple(grads[i] is None for i in numbers),
+            again,
+            units_again,
+            inputs_only,
+            call.whole,
+            call.follows_whole,
         )
 
     def backward(self) -> Backward:

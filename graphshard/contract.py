@@ -1,4 +1,4 @@
-"""What the collectives of one program are, in order: decided by one rank, realised by every program that any rank lowers.
+"""What the collectives of one program are, in order: one rank decides, every program that any rank lowers realises it.
 
 Where launches and waits stand among computation is each rank's own; what is sent, and in which order, is not.
 """

@@ -30,39 +30,75 @@ class Contracts:
         store: that ranks share; None: there are no others.
         prefix: of keys in the store, the same on every rank.
         rank: this rank.
-        leader: the rank that decides.
-        deadline_s: most seconds to wait for it.
+        ranks: all of them; the lowest decides, where no other was elected.
+        deadline_s: most seconds to wait for another rank.
     """
 
     def __init__(
-        self, store: Store | None, prefix: str = "", rank: int = 0, leader: int = 0, deadline_s: float = DEADLINE_S
+        self,
+        store: Store | None,
+        prefix: str = "",
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         self._store = store
         self._prefix = prefix
         self.rank = rank
-        self.leader = leader
+        self.ranks = tuple(sorted(ranks))
         self.deadline_s = deadline_s
         self._decided: dict[str, str] = {}
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self._store is None or self.rank == self.leader
+    def has_peers(self) -> bool:
+        """Whether there are other ranks."""
+        return self._store is not None
 
-    def settle(self, key: str, what: str, decide: Callable[[], str]) -> str:
+    def settle(self, key: str, what: str, decide: Callable[[], str], leader: int | None = None) -> str:
         """The decision on `key`.
 
         Args:
             key: the same on every rank; of any length.
             what: in words, for errors.
             decide: makes the decision, on the rank that leads.
+            leader: that rank; None: the lowest.
 
         Raises:
             RanksDiffer: the leader has decided nothing until the deadline, or could not.
         """
         if (found := self._decided.get(key)) is None:
-            found = self._decided[key] = self._lead(key, decide) if self.leads else self._follow(key, what, decide)
+            leader = self.ranks[0] if leader is None else leader
+            leads = self._store is None or self.rank == leader
+            found = self._lead(key, decide) if leads else self._follow(key, what, decide, leader)
+            self._decided[key] = found
         return found
+
+    def elect(self, key: str, what: str, stands: bool) -> int | None:
+        """The lowest rank that stands for leader; None: none does. All ranks take part.
+
+        Each rank does a constant number of operations; the last to come reads what the others have said, once.
+
+        Args:
+            key: the same on every rank.
+            what: in words, for errors.
+            stands: whether this rank can decide.
+
+        Raises:
+            RanksDiffer: a rank did not come until the deadline.
+        """
+        if self._store is None:
+            return self.rank if stands else None
+        name = self._name(key)
+        self._store.set(f"{name}/{self.rank}", _DECIDED if stands else _FAILED)
+        if self._store.add(f"{name}/count", 1) == len(self.ranks):
+            said = self._store.multi_get([f"{name}/{rank}" for rank in self.ranks])
+            standing = [rank for rank, found in zip(self.ranks, said, strict=True) if found.decode() == _DECIDED]
+            self._store.set(name, str(standing[0]) if standing else "")
+        if not self._wait(name, what):
+            missing = [rank for rank in self.ranks if not self._store.check([f"{name}/{rank}"])]
+            raise self._never_came(what, missing)
+        (found,) = self._store.multi_get([name])
+        return int(found) if found else None
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -78,24 +114,36 @@ class Contracts:
             self._store.set(self._name(key), _DECIDED + found)
         return found
 
-    def _follow(self, key: str, what: str, decide: Callable[[], str]) -> str:
+    def _follow(self, key: str, what: str, decide: Callable[[], str], leader: int) -> str:
         assert self._store is not None
-        name, end = self._name(key), time.monotonic() + self.deadline_s
+        name = self._name(key)
+        if not self._wait(name, what):
+            raise self._never_came(what, [leader])
+        (posted,) = self._store.multi_get([name])
+        text = posted.decode()
+        if text.startswith(_FAILED):
+            decide()  # what is wrong there is most likely wrong here, too, and says more
+            raise RanksDiffer(f"contract: rank {leader} could not lower {what}: {text[1:]}")
+        return text[1:]
+
+    def _wait(self, name: str, what: str) -> bool:
+        """Whether a key is there before the deadline."""
+        assert self._store is not None
+        end = time.monotonic() + self.deadline_s
         try:
             self._store.wait([name], timedelta(seconds=self.deadline_s))
         except RuntimeError as error:  # each store has an error of its own for a deadline
             if time.monotonic() < end and not self._store.check([name]):
                 raise RuntimeError(f"contract: {what}: the store of the process group failed: {error}") from error
-            raise RanksDiffer(
-                f"contract: rank {self.rank} waited {self.deadline_s:g} s for rank {self.leader} to come to {what}, "
-                "which it never did; want the same calls, flags and modules in use on every rank"
-            ) from None
-        (posted,) = self._store.multi_get([name])
-        text = posted.decode()
-        if text.startswith(_FAILED):
-            decide()  # what is wrong there is most likely wrong here, too, and says more
-            raise RanksDiffer(f"contract: rank {self.leader} could not lower {what}: {text[1:]}")
-        return text[1:]
+            return False
+        return True
+
+    def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
+        ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        return RanksDiffer(
+            f"contract: rank {self.rank} waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came "
+            "so far; want the same calls, flags and modules in use on every rank"
+        )
 
 
 def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Contracts:
@@ -103,4 +151,4 @@ def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | No
     if len(ranks) < 2 or without_peers(group):
         return Contracts(None)
     names = hashlib.sha256(",".join(map(str, sorted(ranks))).encode()).hexdigest()[:12]
-    return Contracts(default_store(), f"graphshard/contract/{names}/{model}", dist.get_rank(), min(ranks))
+    return Contracts(default_store(), f"graphshard/contract/{names}/{model}", dist.get_rank(), ranks)

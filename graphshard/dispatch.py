@@ -24,8 +24,9 @@ from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT, Sh
 # What becomes of a unit's gathered parameters behind a program.
 RESHARD, KEEP, TO_POST_FORWARD = 0, 1, 2
 # In a slot's state, beside the bits of its shard: whether the same backward will run another call that uses it, whether
-# this call gives it a gradient, and whether it stays gathered for others of its unit.
-AGAIN, REACHED, STAYS = 32, 64, 128
+# this call gives it a gradient, whether it stays gathered for others of its unit, and whether a later program of this
+# backward reduces its gradient.
+AGAIN, REACHED, STAYS, LATER = 32, 64, 128, 256
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _reduce(plan: Plan, slot: int, position: int, bits: int, state: UnitState) -
         plan.added.append((slot, True))
     if bits & HELD:
         plan.added.append((slot, False))
-    if not state.reduces:
+    if not state.reduces or bits & LATER:
         plan.unreduced.append((slot, position))
         return
     if bits & PARTIAL:

@@ -29,6 +29,7 @@ from graphshard.compat import (
 from graphshard.contracts import contracts_of
 from graphshard.dispatch import Binding
 from graphshard.errors import RanksDiffer, UnsupportedModel
+from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.outside import OutsideGathers
@@ -37,6 +38,7 @@ from graphshard.planner import BudgetTooSmall
 from graphshard.planning import Planning
 from graphshard.prefetch import Prefetch
 from graphshard.report import ProgramRecord, Report
+from graphshard.rest import rest_of_contracts
 from graphshard.shards import ParameterWatch, Shard
 from graphshard.unit_programs import UnitPrograms
 
@@ -86,6 +88,10 @@ class Engine:
         self.holdings = Holdings(programs, self.report)
         every = options.regions == "unit"
         self.prefetch = Prefetch(self.holdings, self.report, every, self.name, self.contracts, planning)
+        self.follower = Follower(
+            self, options.regions == "model" and options.backend != "eager" and planning is not None
+        )
+        self._rest = rest_of_contracts(self)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
@@ -110,6 +116,15 @@ class Engine:
         if not self._falls_back(unit.unsupported() for unit in self.units):
             self._mark_classes()
             self._hooks.detach()
+
+    def chooses_kept(self, units: frozenset[Unit]) -> bool:
+        """Whether it is planned which of `units` stay gathered from forward to backward."""
+        return self.planning is not None and self.planning.mode != "fsdp2" and self.is_whole(units)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Of all parameters, once they are known."""
+        return self._shards
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
         """Whether `units` are all of the model's that have parameters."""
@@ -216,8 +231,9 @@ class Engine:
             try:
                 return self._enter(module, method, args, kwargs)
             finally:
-                for unit in self._units_of(module):
-                    self.holdings.end_unit(unit)
+                if self.follower.forward is None:  # else others may still need it: it cannot be gathered again
+                    for unit in self._units_of(module):
+                        self.holdings.end_unit(unit)
         if dispatch_mode_active():
             self.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
             with self.eager():
@@ -229,9 +245,12 @@ class Engine:
             args, kwargs = self._moved_to_device(args, kwargs)
         self.running = True
         self.holdings.begin_forward(module)
+        self.follower.begin_forward()
         try:
             with capture.tracing(), self.prefetch.forward():
-                return self._enter(module, method, args, kwargs)
+                result = self._enter(module, method, args, kwargs)
+                self._rest.finish_forward()
+                return result
         finally:
             self.running = False
             self._outside.clear()
@@ -274,7 +293,8 @@ class Engine:
         entry = module.__dict__[capture.SHARDS][name]
         shard = self.shard_at[entry[0].data_ptr()]
         self.touched([shard.unit])
-        self.holdings.gather_wholes(self.holdings.wanted_whole(frozenset([shard.unit]), broken=True))
+        if not self._rest.bring(shard):
+            self.holdings.gather_wholes(self.holdings.wanted_whole(frozenset([shard.unit]), broken=True))
         owner = shard.fqn.rpartition(".")[0] or "the root"
         self.report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
         full = self._outside.gather(shard, self.running)
@@ -355,6 +375,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._backward_id = -1
+        self._rest.finish_backward()
         self.holdings.end_backward(self._ending)
 
     # -- engines

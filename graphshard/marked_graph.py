@@ -32,7 +32,8 @@ class MarkedGraph:
         last_reduced: the slot whose gradient is reduced last, None if none is.
         tangents: placeholders of the gradients of outputs.
         kwargs: what the compiler gave along.
-        state: of the compilation.
+        state: of the compilation; None: nothing is compiled.
+        num_results: that the compiler's front end knows of.
     """
 
     direction: Direction
@@ -47,7 +48,8 @@ class MarkedGraph:
     last_reduced: int | None
     tangents: list[str]
     kwargs: dict[str, Any]
-    state: CompileState
+    state: CompileState | None
+    num_results: int
 
 
 @dataclass
@@ -73,8 +75,9 @@ def marked_graph(
     direction: Direction,
     inputs: Sequence[Any],
     kwargs: dict[str, Any],
-    state: CompileState,
+    state: CompileState | None,
     part: str = "",
+    num_results: int | None = None,
 ) -> MarkedGraph:
     """Reads the markers of a graph."""
     markers = [*unshards(gm.graph), *reductions(gm.graph)]
@@ -98,6 +101,7 @@ def marked_graph(
         [node.name for node in gm.graph.nodes if is_tangent(node)],
         kwargs,
         state,
+        len(output_args(gm.graph)) if num_results is None else num_results,
     )
 
 

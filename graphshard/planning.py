@@ -44,8 +44,8 @@ from graphshard.planner import (
     per_parameter_schedule,
     simulate,
 )
-from graphshard.realising import realise
 from graphshard.ranks_alike import DEADLINE_S
+from graphshard.realising import realise
 from graphshard.version import __version__
 
 # How many there are is not known when the first one runs: the fewest that accumulate.
@@ -268,14 +268,18 @@ class RegionPlanning:
         as_in_fsdp2 = kept_problems(ahead, back, by_default)
         self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
         self._behind = as_in_fsdp2[1]
-        stored = None if self._planning.stored is None else self._planning.stored.find_forward(self._number)
-        if stored is not None:
-            self._kept = None if stored.kept is None else frozenset(stored.kept)
-        elif self._planning.keeps:
-            budget_bytes = self._planning.budget_bytes or self._step_bytes
-            text = settled(lambda: json.dumps(sorted(choose_kept(ahead, back, budget_bytes))))
-            self._kept = frozenset(json.loads(text))
+        text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
+        self._kept = None if (names := json.loads(text)) is None else frozenset(names)
         return self._kept
+
+    def _chosen_kept(self, forward: Problem, backward: Problem) -> list[str] | None:
+        planning = self._planning
+        stored = None if planning.stored is None else planning.stored.find_forward(self._number)
+        if stored is not None:
+            return None if stored.kept is None else list(stored.kept)
+        if not planning.keeps:
+            return None
+        return sorted(choose_kept(forward, backward, planning.budget_bytes or self._step_bytes))
 
     def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.

@@ -141,8 +141,8 @@ class Prefetch:
 
     def _end(self, walk: Walk[Wanted]) -> None:
         order = self._orders.end(walk)
-        if order is None or id(order) in self._posted or not any(order.gathers):
-            return  # without a collective, ranks may differ
+        if order is None or id(order) in self._posted or len(order.steps) < 2 or not any(order.gathers):
+            return  # nothing to launch ahead: ranks may differ
         groups: dict[str, set[str]] = {}
         for gathers in order.gathers:
             for name, (unit, *_) in gathers.items():

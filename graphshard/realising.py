@@ -21,6 +21,10 @@ from graphshard.planner import (
 )
 
 
+class SendsLess(RanksDiffer):
+    """A graph has not all that its contract sends: it has to be extended."""
+
+
 def realise(
     graph: Graph, ctx: PassContext, scene: Scene, contract: Contract, budget_bytes: int | None
 ) -> tuple[Problem, Schedule]:
@@ -35,6 +39,7 @@ def realise(
 
     Raises:
         RanksDiffer: the graph gathers or reduces other parameters, or computes in an order that the contract forbids.
+        SendsLess: all that is wrong is that it has fewer of them.
     """
     names = frozenset(step.before for step in contract.steps) - {END}
     problem = extract_problem(graph, ctx, scene, names if contract.steps else None)
@@ -65,11 +70,15 @@ def _indexed(problem: Problem, buckets: tuple[PlannedBucket, ...]) -> list[Bucke
     index = {("gather", gather.fqn): i for i, gather in enumerate(problem.gathers)}
     index |= {("reduce", reduction.fqn): i for i, reduction in enumerate(problem.reductions)}
     agreed = {(bucket.kind, member) for bucket in buckets for member in bucket.members}
-    if agreed != index.keys():
-        kind, fqn = min(agreed ^ index.keys())
-        here, there = ("sends", "does not") if (kind, fqn) in index else ("does not send", "do")
+    if more := index.keys() - agreed:
+        kind, fqn = min(more)
         raise RanksDiffer(
-            f"contract: the {problem.direction} of this rank {here} the {kind} of '{fqn}', which the other ranks "
-            f"{there}; want modules that use the same parameters on every rank"
+            f"contract: the {problem.direction} of this rank sends the {kind} of '{fqn}', which the other ranks do "
+            "not; want modules that use the same parameters on every rank"
+        )
+    if fewer := agreed - index.keys():
+        raise SendsLess(
+            f"contract: the {problem.direction} of this rank does not send the {' of '.join(min(fewer))}, which the "
+            "other ranks do"
         )
     return [Bucket(bucket.kind, tuple(index[bucket.kind, member] for member in bucket.members)) for bucket in buckets]

@@ -25,6 +25,9 @@ from graphshard.contracts import Contracts
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.driver import Lowered
 from graphshard.errors import UnsupportedModel
+from graphshard.followed import Followed
+from graphshard.follower import KEPT, Follower
+from graphshard.following import WholeCall
 from graphshard.fsdp2 import Unit
 from graphshard.gather_outputs import with_gather_outputs
 from graphshard.holdings import Holdings
@@ -48,9 +51,10 @@ from graphshard.planner import Problem
 from graphshard.planning import Planning, RegionPlanning
 from graphshard.prefetch import Prefetch
 from graphshard.printer import format_graph
+from graphshard.realising import SendsLess
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
-from graphshard.signatures import ordered_units, state_text, structure
+from graphshard.signatures import ordered_units, program_key, state_text, structure
 from graphshard.states import backward_states, forward_states
 from graphshard.within_budget import lower_within_budget
 
@@ -69,6 +73,7 @@ class Engine(Protocol):
     holdings: Holdings
     prefetch: Prefetch
     contracts: Contracts
+    follower: Follower
     deferred: list[Callable[[], None]] | None
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
@@ -90,6 +95,7 @@ class Region:
         positions: shards by their position among the graph's inputs.
         num_inputs: number of these inputs.
         broken: whether a graph break ends the graph.
+        input_grads: how many inputs besides shards need a gradient.
         compile_graph: makes code of a lowered graph.
         patches: compiler configuration for programs that are compiled late.
     """
@@ -101,6 +107,7 @@ class Region:
         positions: dict[int, Shard],
         num_inputs: int,
         broken: bool,
+        input_grads: int,
         compile_graph: CompileGraph,
         patches: dict[str, Any],
     ) -> None:
@@ -109,6 +116,7 @@ class Region:
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._num_inputs = num_inputs
         self._broken = broken
+        self._input_grads = input_grads
         self._compile_graph = compile_graph
         self._patches = patches
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
@@ -116,6 +124,8 @@ class Region:
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
         self._structure = ""  # of its forward, which its backward is known by
+        self._whole: WholeCall | None = None  # that it is
+        self._followed = Followed(self)
         planning, note = engine.planning, engine.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
@@ -144,8 +154,14 @@ class Region:
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         found = [self._positions[self._names[name]]() for name, _ in graph.slots]
         binding = Binding(tuple(shard for shard in found if shard is not None))
+        self._structure = structure(binding, self._input_grads)
+        if (
+            following := engine.follower.of_forward(graph.direction, binding, self._structure, self._broken)
+        ) is not None:
+            self._followed.lower_forward(graph, binding, following)
+            return boxed(lambda args: self._run_forward(graph, args))
+        self._whole = engine.follower.whole(graph.direction, self._structure)
         whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
-        self._structure = structure(binding)
         if self._planner is not None and engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
             if backward is not None and engine.is_whole(binding.unit_set):
@@ -162,7 +178,7 @@ class Region:
             (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
             (backward.graph, self._usual_context("backward", backward, binding)),
             by_default,
-            lambda choose: self._settled("units kept for backward", binding, choose),
+            lambda choose: self._settled(KEPT, binding, choose),
         )
         if kept is not None:
             holdings.decide({unit: unit.name in kept for unit in binding.units})
@@ -171,7 +187,8 @@ class Region:
         """What all ranks do for this region, as one of them decides it."""
         contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{state and f' [{state}]'}"
-        return contracts.settle(f"{what}\n{self._structure}\n{state}", shown, decide)
+        leader = None if self._whole is None else self._whole.leader
+        return contracts.settle(program_key(what, self._structure, state), shown, decide, leader)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
@@ -214,10 +231,29 @@ class Region:
             if graph.direction == "forward":
                 self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
-            program = self._programs[key] = self._lower(graph, binding, plan, state_text(binding, states), late)
+            state = state_text(binding, states, graph.direction == "backward")
+            program = self._programs[key] = self.lower(graph, binding, plan, state, late)
         return program
 
-    def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, state: str, late: bool) -> Program:
+    def lower(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        plan: Plan,
+        state: str,
+        late: bool,
+        contract: Contract | None = None,
+    ) -> Program:
+        """Makes a program.
+
+        Args:
+            graph: with markers.
+            binding: an example of a call.
+            plan: what it is to do.
+            state: of the units, in words that all ranks have in common.
+            late: whether the compilation of the region is over.
+            contract: that it realises; None: it is asked for, or made.
+        """
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
         params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
         flags = plan.flags
@@ -228,12 +264,16 @@ class Region:
         ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
         if self.engine.planning is not None:
             self.engine.planning.agree()
-        lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+        if contract is not None:
+            lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract)
+        else:
+            lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+        num_results = graph.num_results
         start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
-        with graph.state.resumed() if late else nullcontext():
+        with graph.state.resumed() if late and graph.state is not None else nullcontext():
             run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
         if not late:
-            hide_results(len(flags.kept) + len(flags.resharded))
+            hide_results(len(output_args(lowered.gm.graph)) - num_results)
         compile_s = time.perf_counter() - start
         record = ProgramRecord(
             self.number,
@@ -267,6 +307,7 @@ class Region:
             decide()
             return made[0]
         contract = Contract.parse(self._settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
+        self.engine.follower.learn(self._structure, graph.direction, contract)
         if not made:
             contract = contract.for_params(params)
             made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
@@ -284,13 +325,20 @@ class Region:
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         binding = self._bind(graph, args)
-        holdings = self.engine.holdings
+        holdings, follower = self.engine.holdings, self.engine.follower
         holdings.touched.update(binding.units)
+        following = follower.of_forward(graph.direction, binding, self._structure, self._broken)
+        if following is not None:
+            holdings.finish_gathers(binding.units)
+            holdings.regions_run += 1
+            if graph.direction == "forward":
+                self.calls.begin(binding, holdings.entry, following.whole, follows=True)
+            return self._followed.forward(graph, binding, args, following)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self.engine.prefetch.before_forward(graph, binding, split, partial(self._problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry)
+            self.calls.begin(binding, holdings.entry, self._whole)
         program = self._program(graph, binding, forward_states(holdings, binding))
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
@@ -348,6 +396,9 @@ class Region:
         binding = self._bind(graph, args)
         undefined = _undefined(graph, asked.absent)
         dead = self._dead_outputs(graph, undefined, asked.inputs_only)
+        if (following := engine.follower.of_backward(asked)) is not None:
+            reached = undefined if dead else frozenset()
+            return self._followed.backward(graph, binding, args, following, asked, dead, reached)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
         engine.prefetch.before_backward(graph, binding, split, asked, partial(self._problem, graph, binding))
         behind = frozenset[Unit]()
@@ -356,7 +407,29 @@ class Region:
         states = backward_states(engine.holdings, graph, binding, asked, dead, split, behind)
         if self._planner is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
-        program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
+        try:
+            program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
+        except SendsLess:  # other shapes may make the partitioner save what others compute, and gather for, again
+            if (following := engine.follower.extending(asked)) is None:
+                raise
+            return self._followed.whole_backward(graph, binding, args, following, asked, dead, undefined)
+        results = self.run(program, binding, args)
+        for shard in binding.shards:  # what was gathered for this program, and another call will gather again
+            if shard.is_for_one_program:
+                shard.reshard()
+        for unit in behind:
+            engine.holdings.launch_reduction(unit)
+        if split:
+            engine.holdings.end_split(split - asked.units_again)
+        return results
+
+    @property
+    def holdings(self) -> Holdings:
+        """Of the model."""
+        return self.engine.holdings
+
+    def run(self, program: Program, binding: Binding, args: list[Any]) -> list[Any]:
+        """Runs a program with what shards hold; takes what it leaves unreduced."""
         plan, shards = program.plan, binding.shards
         kept_from_us = [*plan.unreduced, *plan.again, *plan.local]
         shared = _storages(args) if kept_from_us else set()
@@ -375,14 +448,7 @@ class Region:
             grad, results[position] = results[position], None
             self._take(shards[slot], grad, (slot, position), plan, not shared.isdisjoint(_storages([grad])))
             shared |= _storages([grad])
-            engine.holdings.active.add(shards[slot].unit)
-        for shard in shards:  # what was gathered for this program, and another call will gather again
-            if shard.is_for_one_program:
-                shard.reshard()
-        for unit in behind:
-            engine.holdings.launch_reduction(unit)
-        if split:
-            engine.holdings.end_split(split - asked.units_again)
+            self.engine.holdings.active.add(shards[slot].unit)
         return results
 
     def _with_accumulation(

@@ -19,23 +19,35 @@ def ordered_units(binding: Binding) -> list[Unit]:
     return sorted(binding.units, key=lambda unit: unit.position)
 
 
-def structure(binding: Binding) -> str:
-    """The parameters of a call; equal blocks have the same."""
-    found = []
+def structure(binding: Binding, input_grads: int) -> str:
+    """The parameters of a call; equal blocks have the same.
+
+    Args:
+        binding: the call's shards.
+        input_grads: how many of its inputs need a gradient: where none does, a backward gathers less.
+    """
+    found = [f"{input_grads} inputs need gradients"]
     for unit in ordered_units(binding):
-        own = sorted((shard.index, shard.param.size) for shard in binding.shards if shard.unit is unit)
-        found.append(", ".join(f"{index}: {'x'.join(map(str, size))}" for index, size in own))
+        own = sorted((s.index, s.param.size, s.leaf.requires_grad) for s in binding.shards if s.unit is unit)
+        said = (f"{i}: {'x'.join(map(str, size))}{'' if trainable else ' frozen'}" for i, size, trainable in own)
+        found.append(", ".join(said))
     return "; ".join(found)
 
 
-def state_text(binding: Binding, states: Sequence[UnitState]) -> str:
-    """Where the units of a call are not in their usual state; names no process group, which siblings have others of."""
+def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = False) -> str:
+    """Where the units of a call are not in their usual state; names no process group, which siblings have others of.
+
+    Of a backward, what is frozen does not count: whether its graph has it at all is the partitioner's choice.
+    """
+    counts = {shard for shard in binding.shards if shard.leaf.requires_grad or not backward}
     state_of = dict(zip(binding.units, states, strict=True))
     slots_of = dict(zip(binding.units, binding.slots, strict=True))
     ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
     found = []
     for unit in ordered_units(binding):
         state = state_of[unit]
+        if not any(shard.unit is unit for shard in counts):
+            continue
         settings = replace(state.settings, forward_prefetch=(), backward_prefetch=(), scatter_group="")
         said = [] if settings == DEFAULT_SETTINGS else [str(settings)]
         for chosen in (state.settings.forward_prefetch, state.settings.backward_prefetch):
@@ -44,8 +56,17 @@ def state_text(binding: Binding, states: Sequence[UnitState]) -> str:
         said.append("" if state.reduces else "unreduced")
         said.append(f"over {state.post_forward[0]}" if state.post_forward else "")
         bits = zip(slots_of[unit], state.slots, strict=True) if state.slots else ()
-        unusual = sorted((binding.shards[slot].index, held) for slot, held in bits if held not in (0, REACHED))
+        unusual = sorted(
+            (binding.shards[slot].index, held)
+            for slot, held in bits
+            if binding.shards[slot] in counts and held not in (0, REACHED)
+        )
         said.append(str(unusual) if unusual else "")
         if any(said):
             found.append(f"{ordinals[unit.name]}: {' '.join(filter(None, said))}")
     return "; ".join(found)
+
+
+def program_key(what: str, structure: str, state: str) -> str:
+    """The key of a program's contract, or of another decision about its region (`what`)."""
+    return f"{what}\n{structure}\n{state}"

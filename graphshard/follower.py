@@ -1,0 +1,195 @@
+"""Notices when the graphs of this rank are not those of the other ranks, and has it follow their contracts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from graphshard.calls import Backward
+from graphshard.compat import backward_id
+from graphshard.contract import Contract
+from graphshard.contracts import Contracts
+from graphshard.derived import derived
+from graphshard.dispatch import Binding, UnitState
+from graphshard.errors import RanksDiffer
+from graphshard.following import Following, WholeCall
+from graphshard.fsdp2 import Unit
+from graphshard.holdings import Holdings
+from graphshard.ir import Direction
+from graphshard.report import Report
+from graphshard.shards import Shard
+from graphshard.signatures import program_key, state_text
+from graphshard.states import backward_states, forward_states
+
+KEPT = "units kept for backward"
+
+
+class Engine(Protocol):
+    """What matters here of the engine of a model."""
+
+    report: Report
+    holdings: Holdings
+    contracts: Contracts
+
+    def chooses_kept(self, units: frozenset[Unit]) -> bool:
+        """Whether it is planned which of `units` stay gathered from forward to backward."""
+
+    @property
+    def shards(self) -> Iterable[Shard]:
+        """All of the model."""
+
+
+class _AllOf:
+    """What matters of a backward graph that gathers and reduces all parameters of a call."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.gathered = frozenset(range(len(binding.shards)))
+        self.last_gathered: int | None = None
+        self.reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
+
+
+class Follower:
+    """What one rank knows of the calls that other ranks make as a whole.
+
+    Args:
+        engine: of the model.
+        is_on: whether calls can be whole at all.
+    """
+
+    def __init__(self, engine: Engine, is_on: bool) -> None:
+        self._engine = engine
+        self._is_on = is_on and engine.contracts.has_peers
+        self._leaders: dict[tuple[str, str], int | None] = {}
+        self._wholes: dict[tuple[str, str], WholeCall] = {}
+        self._latest: dict[tuple[str, str], Contract] = {}
+        self.forward: Following | None = None
+        self.backward: Following | None = None
+        self._backward_id = -1
+
+    def begin_forward(self) -> None:
+        """An outermost call begins."""
+        if not self._engine.holdings.in_backward:
+            self.forward = None
+
+    def whole(self, direction: Direction, structure: str) -> WholeCall | None:
+        """The call that a region is the whole of; None: of none."""
+        found = self._wholes.get((self._engine.holdings.entry.name, str(direction)))
+        return found if found is not None and found.structure == structure else None
+
+    def of_forward(self, direction: Direction, binding: Binding, structure: str, broken: bool) -> Following | None:
+        """What a region's forward follows; None: it is the whole call, or all ranks have such parts.
+
+        Args:
+            direction: ``"forward"`` or ``"inference"``.
+            binding: its shards.
+            structure: its own (see `signatures`).
+            broken: whether a graph break ends it.
+        """
+        holdings = self._engine.holdings
+        if holdings.in_backward:
+            return self.backward
+        if self.forward is not None or not (self._is_on and binding.units):
+            return self.forward
+        is_whole = not (broken or holdings.nested or holdings.regions_run)
+        key = (holdings.entry.name, str(direction))
+        contracts, what = self._engine.contracts, f"the {direction} of '{holdings.entry.name}'"
+        if key not in self._leaders:
+            self._leaders[key] = contracts.elect(f"leader\n{what}", what, is_whole)
+            if (leader := self._leaders[key]) is not None:  # what it has there says what the others follow
+                text = contracts.settle(f"whole\n{what}", what, lambda: _whole_text(structure, binding), leader)
+                if not is_whole:
+                    said, names = json.loads(text)
+                    other = self._wholes[key] = self._whole_of(said, names, leader)
+                    if direction == "forward" and self._engine.chooses_kept(other.binding.unit_set):
+                        self._keep_units(other)
+        leader = self._leaders[key]
+        if leader is None:
+            return None
+        if is_whole:
+            if (known := self._wholes.get(key)) is None or known.binding is not binding:
+                self._wholes[key] = WholeCall(structure, binding, leader)
+            return None
+        whole = self._wholes.get(key)
+        if whole is None or not frozenset(binding.shards) <= frozenset(whole.binding.shards):
+            return None
+        self._engine.report.note_once(
+            f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in the "
+            "order of the whole"
+        )
+        self.forward = self._following(whole, str(direction), forward_states(holdings, whole.binding))
+        return self.forward
+
+    def _keep_units(self, whole: WholeCall) -> None:
+        """Lets the units stay gathered for backward that the deciding rank lets stay."""
+
+        def decide() -> str:
+            raise AssertionError("a rank without the whole graph does not lead its first call")
+
+        text = self._engine.contracts.settle(program_key(KEPT, whole.structure, ""), KEPT, decide, whole.leader)
+        if (names := json.loads(text)) is not None:
+            self._engine.holdings.decide({unit: unit.name in names for unit in whole.binding.units})
+
+    def _whole_of(self, structure: str, names: list[str], leader: int) -> WholeCall:
+        by_name = {shard.fqn: shard for shard in self._engine.shards}
+        if missing := [name for name in names if name not in by_name]:
+            raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
+        binding = Binding(tuple(by_name[name] for name in names))
+        return WholeCall(structure, binding, leader)
+
+    def of_backward(self, asked: Backward) -> Following | None:
+        """What the running backward follows; None: nothing, as its forward."""
+        if (number := backward_id()) != self._backward_id:
+            self._backward_id, self.backward = number, None
+        if self.backward is None and asked.follows_whole:
+            self.backward = self.extending(asked)
+        return self.backward
+
+    def extending(self, asked: Backward) -> Following | None:
+        """What a backward of a whole call follows, whose graph sends less than others'; None: it is no whole call."""
+        if asked.whole is None:
+            return None
+        binding, nothing = asked.whole.binding, frozenset[int]()
+        usual = Backward(asked.entry, inputs_only=asked.inputs_only)
+        graph = _AllOf(binding)
+        dead = frozenset(graph.reduced) if asked.inputs_only else nothing
+        states = backward_states(self._engine.holdings, graph, binding, usual, dead, frozenset(), frozenset())
+        return self._following(asked.whole, "backward", states)
+
+    def _following(self, whole: WholeCall, direction: str, states: Sequence[UnitState]) -> Following:
+        state = state_text(whole.binding, states, direction == "backward")
+        key = program_key(direction, whole.structure, state)
+        base_key = (whole.structure, direction)
+
+        def decide() -> str:
+            return derived(self._latest.get(base_key), whole.binding, states, direction == "backward").text()
+
+        what = f"the {direction} of '{self._engine.holdings.entry.name}'"
+        contract = Contract.parse(self._engine.contracts.settle(key, what, decide, whole.leader))
+        self.learn(whole.structure, direction, contract)
+        return Following(whole, contract)
+
+    def learn(self, structure: str, direction: str, contract: Contract) -> None:
+        """Is told a contract: for states of which this rank has to decide without a graph, that with most counts."""
+        key = (structure, direction)
+        known = self._latest.get(key)
+        if known is None or _size(contract) > _size(known):
+            self._latest[key] = contract
+
+    def end_backward(self) -> Following | None:
+        """The running backward ends; returns what it has followed."""
+        found, self.backward, self._backward_id = self.backward, None, -1
+        return found
+
+    def end_forward(self) -> Following | None:
+        """The outermost call ends; returns what it has followed."""
+        found, self.forward = self.forward, None
+        return found
+
+
+def _size(contract: Contract) -> int:
+    return sum(len(bucket.members) for bucket in contract.buckets)
+
+
+def _whole_text(structure: str, binding: Binding) -> str:
+    return json.dumps([structure, [shard.fqn for shard in binding.shards]])

@@ -1,0 +1,59 @@
+"""What a rank that follows a contract does of it outside any graph (see `following`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from graphshard import region
+from graphshard.compat import boxed_graph
+from graphshard.dispatch import Binding
+from graphshard.followed import Followed
+from graphshard.ir import Direction
+from graphshard.shards import Shard
+
+
+class Engine(region.Engine, Protocol):
+    """What is asked of the engine of a model."""
+
+
+class Rest:
+    """Reads outside graphs, and what no graph of a pass has done.
+
+    Args:
+        engine: of the model.
+        followed: makes and runs programs.
+    """
+
+    def __init__(self, engine: Engine, followed: Followed) -> None:
+        self._engine = engine
+        self._followed = followed
+
+    @torch.no_grad()
+    def bring(self, shard: Shard) -> bool:
+        """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
+        direction: Direction = "inference" if self._engine.holdings.is_inference else "forward"
+        following = self._engine.follower.of_forward(direction, Binding((shard,)), "", broken=True)
+        if following is not None and shard.full is None:
+            self._followed.bring(following, direction, [shard.fqn])
+        return following is not None
+
+    @torch.no_grad()
+    def finish_forward(self) -> None:
+        """A forward ends."""
+        if (following := self._engine.follower.end_forward()) is not None:
+            inference = self._engine.holdings.is_inference
+            self._followed.finish(following, "inference" if inference else "forward")
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """A backward ends."""
+        if (following := self._engine.follower.end_backward()) is not None:
+            self._followed.finish(following, "backward")
+
+
+def rest_of_contracts(engine: Engine) -> Rest:
+    """Runs its programs operator by operator, in a region of its own."""
+    own = region.Region(engine, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
+    return Rest(engine, Followed(own))
