@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 _DIGEST_BYTES = 16
 # Backends whose other ranks are pretended: torch's, and that of `bench.loopback`.
-_WITHOUT_PEERS = ("fake", "loopback")
+WITHOUT_PEERS = ("fake", "loopback")
 
 
 class Store(Protocol):
@@ -129,7 +129,7 @@ def post_to_group(group_name: str, what: str, lines: Sequence[str], **words: str
     """
     group = resolve_process_group(group_name)
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or dist.get_backend(group) in _WITHOUT_PEERS:
+    if len(ranks) < 2 or dist.get_backend(group) in WITHOUT_PEERS:
         return None
     # The ranks of a group post in the same order: their collectives keep it.
     number = _posts[group] = _posts.get(group, -1) + 1

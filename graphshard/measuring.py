@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphshard.compat_profiler import profiler_active
@@ -26,6 +26,12 @@ _PREFIX = "graphshard::program "
 _EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, GATHER_INTO, WAIT)}
 _measured: ContextVar[dict[str, ProgramRecord] | None] = ContextVar("measured", default=None)
 _numbers = itertools.count()
+
+
+class Shard(Protocol):
+    """What is asked of the shard of one parameter."""
+
+    fqn: str
 
 
 class Timing(NamedTuple):
@@ -44,17 +50,37 @@ class Timing(NamedTuple):
 
 def communication_order(graph: Graph) -> tuple[tuple[str, str], ...]:
     """(``"launch"`` or ``"wait"``, bucket) of a lowered graph, in order; the model's own collectives by node name."""
-    name_of = {node: found.bucket if (found := collective(node)) else node.name for node in launches(graph)}
-    order = []
+    return tuple((what, _name(launch)) for what, launch in _communication(graph))
+
+
+def communication_facts(graph: Graph, shards: Sequence[Shard]) -> dict[str, Any]:
+    """What a `ProgramRecord` holds of the launches and waits of a graph, lowered for the parameters of `shards`."""
+    found = [collective(launch) for _, launch in _communication(graph)]
+    return {
+        "order": communication_order(graph),
+        "carried": tuple(
+            ("", ()) if carried is None else (carried.group, tuple(member.fqn for member in carried.members))
+            for carried in found
+        ),
+        "parameters": tuple(shard.fqn for shard in shards),
+    }
+
+
+def _communication(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """The launches of a graph, and the launch of each wait; the wait itself, where that is of another kind."""
+    known = set(launches(graph))
     for node in graph.nodes:
-        if node in name_of:
-            order.append(("launch", name_of[node]))
+        if node in known:
+            yield "launch", node
         elif is_call(node, WAIT):
             source = node.args[0]
             if is_call(source, operator.getitem):  # one of several tensors
                 source = source.args[0]
-            order.append(("wait", name_of.get(source, node.name)))  # type: ignore[arg-type]
-    return tuple(order)
+            yield "wait", source if source in known else node  # type: ignore[misc]
+
+
+def _name(node: Node) -> str:
+    return node.name if (found := collective(node)) is None else found.bucket
 
 
 def timed(record: ProgramRecord) -> AbstractContextManager[Any]:

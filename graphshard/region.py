@@ -22,6 +22,7 @@ from graphshard.compat import CompileState, boxed, generated_code
 from graphshard.compat_results import hide_results
 from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
 from graphshard.errors import UnsupportedModel
+from graphshard.faults import compiling, run_program
 from graphshard.fsdp2 import Unit
 from graphshard.gather_outputs import with_gather_outputs
 from graphshard.holdings import Holdings
@@ -36,7 +37,7 @@ from graphshard.ir import (
 )
 from graphshard.kernels import fuses_on
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
-from graphshard.measuring import communication_order, timed
+from graphshard.measuring import communication_facts
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.plan_file import program_flags
@@ -195,11 +196,12 @@ class Region:
     ) -> Program:
         key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
         if (program := self._programs.get(key)) is None:
-            names = [name for name, _ in graph.slots]
             if graph.direction == "forward":
                 self.engine.prefetch.say_ignored(binding)
-            plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
-            program = self._programs[key] = self._lower(graph, binding, plan, late)
+            slots = ([name for name, _ in graph.slots], graph.gathered, graph.reduced)
+            plan = make_plan(*slots, binding, states, undefined, inputs_only)
+            with compiling(self.engine.name, f"the {graph.direction} of region {self.number}"):
+                program = self._programs[key] = self._lower(graph, binding, plan, late)
         return program
 
     def _lower(self, graph: MarkedGraph, binding: Binding, plan: Plan, late: bool) -> Program:
@@ -230,7 +232,7 @@ class Region:
             ir=format_graph(lowered.gm.graph),
             code=generated_code(run),
             decision=decision,
-            order=communication_order(lowered.gm.graph),
+            **communication_facts(lowered.gm.graph, binding.shards),
         )
         self.engine.report.programs.append(record)
         return Program(run, record, plan)
@@ -263,12 +265,10 @@ class Region:
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
         """Runs a program; keeps what is to stay gathered."""
-        plan = program.plan
-        taken = [*args, *extra]
+        plan, taken = program.plan, [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        with timed(program.record):
-            results = list(program.run(taken))
+        results = list(run_program(self.engine.name, program.record, program.run, taken, binding.shards))
         program.record.runs += 1
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]

@@ -30,6 +30,9 @@ class ProgramRecord:
         code: what the compiler made of it, if it keeps its source.
         decision: what was planned for it, if anything was.
         order: (``"launch"`` or ``"wait"``, bucket) of its graph, in order.
+        carried: for each entry of `order`, the process group and the parameters in it; neither for the model's own.
+        parameters: those whose shards the program was lowered for: equal blocks share it, with other parameters in
+            the same places.
         timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
             medians, if `graphshard.measure` saw it run.
     """
@@ -45,6 +48,8 @@ class ProgramRecord:
     code: str | None = field(default=None, repr=False)
     decision: Decision | None = field(default=None, repr=False)
     order: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    carried: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
+    parameters: tuple[str, ...] = field(default=(), repr=False)
     timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
 
 

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
+    ("faults",),
     ("liveness", "measuring", "halves"),
     ("gather_outputs",),
     ("ir",),
@@ -50,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compat",
         "compat_store",
         "compat_fake",
+        "compat_groups",
         "compat_profiler",
         "compat_results",
         "env",
@@ -65,8 +67,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_store.py", "graphshard/compat_fake.py", "graphshard/compat_profiler.py",
-    "graphshard/compat_results.py",
+    "graphshard/compat_groups.py", "graphshard/compat_store.py", "graphshard/compat_fake.py",
+    "graphshard/compat_profiler.py", "graphshard/compat_results.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
