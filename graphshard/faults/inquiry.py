@@ -136,17 +136,26 @@ def wait_closed(store: Store, question: Question, deadline_s: float) -> None:
         time.sleep(_STEP_S)
 
 
-def say_compiling(store: Store, rank: int, what: str, part: str = "lowers") -> None:
-    """Says what this rank compiles; nothing: empty. `part`: who says so, each for itself."""
-    store.set(f"{_PREFIX}/{part}/{rank}", what)
+def say_compiling(store: Store, rank: int, what: str) -> None:
+    """Says what this rank compiles; nothing: empty."""
+    store.set(f"{_PREFIX}/compiles/{rank}", what)
 
 
-def compiling_ranks(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Those of `ranks` that say that they compile."""
-    keys = {f"{_PREFIX}/{part}/{rank}": rank for rank in ranks for part in ("lowers", "traces")}
+def say_alive(store: Store, rank: int, beats: str) -> None:
+    """Says that this rank still compiles: another text each time. Empty: it does not."""
+    store.set(f"{_PREFIX}/beats/{rank}", beats)
+
+
+def read_compiling(store: Store, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Those of `ranks` that say that they compile, with what they say: the text changes while they are alive."""
+    keys = {f"{_PREFIX}/{part}/{rank}": rank for rank in ranks for part in ("compiles", "beats")}
     there = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
     said = store.multi_get(there) if there else []
-    return sorted({keys[key] for key, what in zip(there, said, strict=True) if what})
+    found: dict[int, bytes] = {}
+    for key, text in zip(there, said, strict=True):
+        if text:
+            found[keys[key]] = found.get(keys[key], b"") + b" " + text
+    return found
 
 
 def _answer_key(question: Question, rank: int) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ EXIT_STATUS = 70
 _SAMPLE_S = 1.0
 _SAMPLES_PER_DEADLINE = 8
 _FLUSH_S = 1.0
+# A rank that compiles says so at each poll.
+_SILENCE_S = POLL_S + 1.0
 _DYNAMO = os.path.join("torch", "_dynamo", "convert_frame.py")  # noqa: PTH118 the end of a file's name
 
 
@@ -44,7 +47,7 @@ class Watched(NamedTuple):
 
     Attributes:
         deadline_s: at one launch or wait.
-        patience_s: likewise, where a rank that takes part in it compiles.
+        patience_s: likewise, where a rank that takes part in it compiles, and says so at each poll.
     """
 
     deadline_s: float
@@ -54,7 +57,6 @@ class Watched(NamedTuple):
 class _Standing(NamedTuple):
     where: tuple[object, ...]
     since: float  # of `time.monotonic`, in seconds
-    excused: float  # likewise: when a peer was last seen compiling
 
 
 class Watchdog:
@@ -72,6 +74,8 @@ class Watchdog:
         self._group = weakref.ref(dist.group.WORLD)
         self._ended = threading.Event()
         self._standing: _Standing | None = None
+        self._excused = -math.inf  # of `time.monotonic`, in seconds: when a peer was last seen compiling
+        self._heard: dict[int, tuple[bytes, float]] = {}  # what ranks that compile have said, since when
         self._traces = ""
         work = [self._watch] if store is None else [self._watch, self._listen]
         self._threads = [threading.Thread(target=run, daemon=True, name="graphshard watchdog") for run in work]
@@ -121,8 +125,8 @@ class Watchdog:
             where += [frame.f_code, frame.f_lasti]
             frame = frame.f_back
         if self._standing is None or self._standing.where != tuple(where):
-            self._standing = _Standing(tuple(where), now, now)
-        elif now - self._standing.excused > watched.deadline_s:
+            self._standing = _Standing(tuple(where), now)
+        elif now - self._standing.since > watched.deadline_s:
             self._overdue(run, watched, self._standing)
 
     def _overdue(self, run: Run, watched: Watched, standing: _Standing) -> None:
@@ -134,12 +138,22 @@ class Watchdog:
         reachable = True
         if store is not None:
             peers = [rank for rank in status.ranks if rank != self._rank]
-            compiling = within(STORE_S, lambda: inquiry.compiling_ranks(store, peers))
-            if compiling and seconds < watched.patience_s:
-                self._standing = standing._replace(excused=time.monotonic())
+            compiling = within(STORE_S, lambda: inquiry.read_compiling(store, peers))
+            if compiling and seconds < watched.patience_s and self._alive(compiling):
+                self._excused = time.monotonic()
                 return
             reachable = compiling is not None
+            if not compiling and time.monotonic() - self._excused < watched.deadline_s:
+                return  # it has just finished, and runs the program now
         self._raise_alarm(status, store if reachable else None)
+
+    def _alive(self, compiling: Mapping[int, bytes]) -> bool:
+        """Whether one of the ranks that compile has said something else lately: it is not stopped."""
+        now = time.monotonic()
+        for rank, text in compiling.items():
+            if self._heard.get(rank, (b"", now))[0] != text:
+                self._heard[rank] = (text, now)
+        return any(now - self._heard[rank][1] < _SILENCE_S for rank in compiling)
 
     def _raise_alarm(self, status: Status, store: Store | None) -> None:
         first = store is not None and within(STORE_S, lambda: inquiry.raise_alarm(store, self._rank))
@@ -183,12 +197,15 @@ class Watchdog:
         store = self._store
         assert store is not None
         try:
-            seen, traces = inquiry.latest_question(store), ""
-            inquiry.say_compiling(store, self._rank, "", "traces")
+            seen, beats = inquiry.latest_question(store), 0
+            inquiry.say_alive(store, self._rank, "")
             while not self._ended.wait(POLL_S):
-                if self._traces != traces:
-                    traces = self._traces
-                    inquiry.say_compiling(store, self._rank, traces, "traces")
+                if self._traces or activity.compiling is not None:
+                    beats += 1
+                    inquiry.say_alive(store, self._rank, str(beats))
+                elif beats:
+                    beats = 0
+                    inquiry.say_alive(store, self._rank, "")
                 if (question := inquiry.read_question(store, seen + 1)) is not None:
                     seen = question.number
                     if question.rank != self._rank:
