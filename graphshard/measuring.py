@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,18 +20,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from graphshard.compat_profiler import profiler_active
 from graphshard.gather_outputs import GATHER_INTO
 from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
-from graphshard.report import ProgramRecord
+from graphshard.named_events import named_events
+from graphshard.report import NamedShard, ProgramRecord
 
 _PREFIX = "graphshard::program "
 _EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, GATHER_INTO, WAIT)}
 _measured: ContextVar[dict[str, ProgramRecord] | None] = ContextVar("measured", default=None)
 _numbers = itertools.count()
-
-
-class Shard(Protocol):
-    """What is asked of the shard of one parameter."""
-
-    fqn: str
 
 
 class Timing(NamedTuple):
@@ -53,7 +48,7 @@ def communication_order(graph: Graph) -> tuple[tuple[str, str], ...]:
     return tuple((what, _name(launch)) for what, launch in _communication(graph))
 
 
-def communication_facts(graph: Graph, shards: Sequence[Shard]) -> dict[str, Any]:
+def communication_facts(graph: Graph, shards: Sequence[NamedShard]) -> dict[str, Any]:
     """What a `ProgramRecord` holds of the launches and waits of a graph, lowered for the parameters of `shards`."""
     found = [collective(launch) for _, launch in _communication(graph)]
     return {
@@ -62,7 +57,7 @@ def communication_facts(graph: Graph, shards: Sequence[Shard]) -> dict[str, Any]
             ("", ()) if carried is None else (carried.group, tuple(member.fqn for member in carried.members))
             for carried in found
         ),
-        "parameters": tuple(shard.fqn for shard in shards),
+        "parameters": tuple((shard.unit.name, shard.fqn) for shard in shards),
     }
 
 
@@ -83,11 +78,11 @@ def _name(node: Node) -> str:
     return node.name if (found := collective(node)) is None else found.bucket
 
 
-def timed(record: ProgramRecord) -> AbstractContextManager[Any]:
-    """Marks one run of a program, if someone measures."""
+def timed(record: ProgramRecord, shards: Sequence[NamedShard]) -> AbstractContextManager[Any]:
+    """Marks one run of a program, if someone measures, and names its collectives, if someone else profiles."""
     found = _measured.get()
     if found is None:
-        return nullcontext()
+        return named_events(record, shards) if profiler_active() else nullcontext()
     name = f"{_PREFIX}{next(_numbers)}"
     found[name] = record
     return record_function(name)

@@ -8,18 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from graphshard.report import ProgramRecord
+from graphshard.report import NamedShard, ProgramRecord
 
 # As many program runs as a rank remembers: where ranks ran different programs, the first of them is among these.
 REMEMBERED = 16
-
-
-class NamedShard(Protocol):
-    """What is asked of the shard of one parameter."""
-
-    fqn: str
 
 
 class Run(NamedTuple):

@@ -15,9 +15,8 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from graphshard.faults.activity import NamedShard
 from graphshard.ir import LAUNCHES, WAIT
-from graphshard.report import ProgramRecord
+from graphshard.report import NamedShard, ProgramRecord
 
 _LAUNCHES = {target.overloadpacket.__name__ for target in LAUNCHES}
 _WAIT = WAIT.overloadpacket.__name__
@@ -132,17 +131,17 @@ def place_of(frames: Sequence[Frame], record: ProgramRecord, shards: Sequence[Na
     index = index_in_order(frames, record.order)
     if index == -1:
         return None
-    what = bucket = group = ""
-    fqns: tuple[str, ...] = ()
+    what = ""
     if index is not None:
-        (what, bucket), (group, fqns) = record.order[index], record.carried[index]
+        what, at = record.order[index][0], index
     elif not any(frame.operator.startswith("_c10d_functional.") for frame in frames):
         return None
     elif len({bucket for _, bucket in record.order}) == 1:
-        (_, bucket), (group, fqns) = record.order[0], record.carried[0]
-    # Equal blocks share a program: the names are those of the block it was lowered for.
-    names = {old: shard.fqn for old, shard in zip(record.parameters, shards, strict=False)}
-    return Place(-1 if index is None else index, what, bucket, tuple(names.get(fqn, fqn) for fqn in fqns), group)
+        at = 0
+    else:
+        return Place(-1, "", "", (), "")
+    bucket, fqns = record.carried_for(at, shards)
+    return Place(-1 if index is None else index, what, bucket, fqns, record.carried[at][0])
 
 
 def frames_of(frame: FrameType | None, until: Container[CodeType]) -> list[Frame]:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from graphshard.compat_store import default_store
 from graphshard.errors import CommunicationFailed
-from graphshard.faults.activity import ENTRIES, NamedShard, activity
+from graphshard.faults.activity import ENTRIES, activity
 from graphshard.faults.inquiry import say_compiling
 from graphshard.faults.place import frames_of_error, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.watchdog import is_watched, own_status, running
 from graphshard.measuring import timed
-from graphshard.report import ProgramRecord
+from graphshard.report import NamedShard, ProgramRecord
 
 log = logging.getLogger("graphshard")
 
@@ -44,7 +44,7 @@ def run_program(
     """
     activity.begin(get_ident(), model, record, shards)
     try:
-        with timed(record):
+        with timed(record, shards):
             return run(argument)
     except RuntimeError as error:
         failure = _located(error)

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
     ("faults",),
     ("liveness", "measuring", "halves"),
+    ("named_events",),
     ("gather_outputs",),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms", "kernels"),
