@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from graphshard.faults.activity import Activity, program_name
+from graphshard.faults.activity import ENTRIES, Activity, program_name
 from graphshard.faults.place import Place
 
 Doing = Literal["collective", "program", "compiles", "failed", "outside"]
@@ -136,7 +136,11 @@ def status_of(
 
 def user_line() -> str:
     """The innermost line of the main thread that is the user's own, such as ``train.py:31``; else the innermost."""
-    frame = main_frame()
+    frame = inner = main_frame()
+    while inner is not None:
+        if inner.f_code in ENTRIES:  # what is inside is a program, wherever its code lies
+            frame = inner.f_back
+        inner = inner.f_back
     own, innermost = frame, frame
     while own is not None and not _is_users(own.f_code.co_filename):
         own = own.f_back
