@@ -2,7 +2,8 @@
 
 Questions are numbered. A rank's listener looks every `POLL_S` whether the next one is there: one `check` on a
 connection of its own. A wait for the key would need no traffic, but could not be ended with the process, and torch
-writes warnings when the store's process ends first, as it does in healthy runs.
+would write a warning in every healthy run in which the store's process ends first; now it does only where that ends a
+poll earlier, without `destroy_process_group` on the others.
 """
 
 from __future__ import annotations

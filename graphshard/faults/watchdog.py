@@ -34,7 +34,7 @@ log = logging.getLogger("graphshard")
 
 # Of a process that the watchdog ends: "internal software error" in sysexits.h.
 EXIT_STATUS = 70
-_SAMPLE_S = 1.0
+_SAMPLE_S = 0.5
 _SAMPLES_PER_DEADLINE = 8
 _FLUSH_S = 1.0
 # A rank that compiles says so at each poll.
@@ -156,7 +156,7 @@ class Watchdog:
         return any(now - self._heard[rank][1] < _SILENCE_S for rank in compiling)
 
     def _raise_alarm(self, status: Status, store: Store | None) -> None:
-        first = store is not None and within(STORE_S, lambda: inquiry.raise_alarm(store, self._rank))
+        first = None if store is None else within(STORE_S, lambda: inquiry.raise_alarm(store, self._rank))
         if first is False:
             # Another rank was first: the listener answers it, and ends the process.
             time.sleep(POLL_S + ANSWER_S)
@@ -199,7 +199,7 @@ class Watchdog:
         try:
             seen, beats = inquiry.latest_question(store), 0
             inquiry.say_alive(store, self._rank, "")
-            while not self._ended.wait(POLL_S):
+            while not self._ended.wait(POLL_S) and self.serves:
                 if self._traces or activity.compiling is not None:
                     beats += 1
                     inquiry.say_alive(store, self._rank, str(beats))

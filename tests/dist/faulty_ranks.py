@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -52,19 +53,24 @@ class Ended:
 
 def run_ranks(scenario: str, folder: Path, world_size: int = 2, **options: Any) -> list[Ended]:
     """Runs a scenario; no rank outlives it."""
-    # The store's process lives on: what is measured is not its end.
+    # The store's process lives on, unless that is the fault.
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    port = store.port
+    if scenario == "stop_store":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     context = get_context("forkserver")
     context.set_forkserver_preload([worker_main.__name__])
     ranks = [
-        context.Process(target=run, args=(scenario, rank, world_size, store.port, folder, options), daemon=True)
+        context.Process(target=run, args=(scenario, rank, world_size, port, folder, options), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
     ends: dict[int, float] = {}
     deadline = time.monotonic() + LONG_S
-    stays = {world_size - 1} if scenario == "stop" else set()
+    stays = {world_size - 1} if scenario.startswith("stop") else set()
     while len(ends.keys() | stays) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank, process in enumerate(ranks):
@@ -95,7 +101,8 @@ def run(scenario: str, rank: int, world_size: int, port: int, folder: Path, opti
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ["GRAPHSHARD_FAULTS"] = str(folder / "faults")
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, world_size, is_master=False)
+    hosts = scenario == "stop_store" and rank == world_size - 1
+    store = TCPStore("127.0.0.1", port, world_size, is_master=hosts, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
@@ -103,7 +110,7 @@ def run(scenario: str, rank: int, world_size: int, port: int, folder: Path, opti
     options = {"backend": "aot_eager", "deadline_s": DEADLINE_S, **options}
     model = graphshard.compile(Net(), init_device_mesh("cpu", (world_size,)), **options)
     train(model, 3)
-    if scenario == "stop":  # not while others believe that it compiles
+    if scenario.startswith("stop"):  # not while others believe that it compiles
         time.sleep(2 * POLL_S)
     status = 0
     try:
@@ -136,7 +143,7 @@ def misbehave(scenario: str, model: nn.Module, start: Path) -> None:
     elif scenario == "kill":
         model(torch.ones(2, 6))  # the others are in backward then
         os.kill(os.getpid(), signal.SIGKILL)
-    elif scenario == "stop":
+    elif scenario.startswith("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif scenario == "flags":
         model.set_requires_gradient_sync(False)

@@ -66,6 +66,13 @@ def test_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     assert re.search(rf"{NAMED}.*; rank 1 does not answer: it is dead or stopped", waiting.written)
 
 
+def test_rank_that_is_stopped_with_the_store_leaves_nobody_waiting(tmp_path: Path) -> None:
+    waiting, stopped = run_ranks("stop_store", tmp_path)
+    assert (waiting.status, stopped.status) == (EXIT_STATUS, None)
+    assert waiting.seconds < ENDS_WITHIN_S
+    assert re.search(rf"{NAMED}.*; what the other ranks do is not known: the store does not answer", waiting.written)
+
+
 def test_rank_that_compiles_for_longer_than_the_deadline_is_waited_for(tmp_path: Path) -> None:
     for rank in run_ranks("compile", tmp_path):
         assert (rank.status, rank.written) == (0, "")
