@@ -1,7 +1,7 @@
 """graphshard: `torch.compile` and FSDP2 in one: the collectives are nodes of the compiled graph."""
 
 from graphshard.api import compile, eager, report, save_plan, weight_backward
-from graphshard.errors import RanksDiffer, UnsupportedModel, VerifyError
+from graphshard.errors import CommunicationFailed, RanksDiffer, UnsupportedModel, VerifyError
 from graphshard.explaining import explain, measure
 from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.planner import BudgetTooSmall
@@ -10,6 +10,7 @@ from graphshard.version import __version__ as __version__
 
 __all__ = [
     "BudgetTooSmall",
+    "CommunicationFailed",
     "Plan",
     "PlanMismatch",
     "RanksDiffer",

@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 _DIGEST_BYTES = 16
 # Backends whose other ranks are pretended: torch's, and that of `bench.loopback`.
-_WITHOUT_PEERS = ("fake", "loopback")
+WITHOUT_PEERS = ("fake", "loopback")
 
 
 class Store(Protocol):
@@ -142,7 +142,7 @@ def post_to_group(group_name: str, what: str, lines: Sequence[str], **words: str
 
 def without_peers(group: dist.ProcessGroup | None) -> bool:
     """Whether the other ranks of a process group, by default that of all ranks, are pretended."""
-    return dist.get_backend(group) in _WITHOUT_PEERS
+    return dist.get_backend(group) in WITHOUT_PEERS
 
 
 def _digest(lines: Sequence[str]) -> bytes:

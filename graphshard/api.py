@@ -19,6 +19,7 @@ from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
 from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
+from graphshard.faults import check_deadline, watch
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planned_programs import planned_so_far
 from graphshard.planning import PLANS, make_planning
@@ -49,6 +50,7 @@ def compile(
     memory_budget: int | float | None = None,
     hardware: str | None = None,
     strict: bool = False,
+    deadline_s: float | None = None,
 ) -> nn.Module:
     """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
 
@@ -82,6 +84,8 @@ def compile(
         hardware: that plans are made for: a name of the hardware table, or the path of a file that
             ``python -m graphshard.calibrate`` wrote; None: that of the device.
         strict: makes an error of what would run in eager FSDP2 with a warning.
+        deadline_s: most seconds that a launch or wait of a collective may take, before the process ends and says which
+            ranks are missing; None: a little less than the process group's time-out.
 
     Returns:
         `model`.
@@ -93,11 +97,13 @@ def compile(
         UnsupportedModel: `strict` and something is not compiled.
 
     Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
-    no plan fits `memory_budget`, and `RanksDiffer` where ranks do not plan alike.
+    no plan fits `memory_budget`, `RanksDiffer` where ranks do not plan alike, and `CommunicationFailed` where a
+    collective fails.
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)
     _check_plan(plan)
+    check_deadline(deadline_s)
     _check_types(
         fullgraph=fullgraph,
         dynamic=dynamic,
@@ -152,6 +158,7 @@ def compile(
     engine = model.__dict__[capture.ENGINE] = Engine(model, options, planning)
     settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *planning.settings)
     planning.posts = post_settings(engine.name, engine.units, settings)
+    watch(engine, deadline_s)
     return model
 
 

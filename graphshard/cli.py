@@ -5,6 +5,7 @@
     graphshard plan check FILE             whether the file contradicts itself
     graphshard plan --model M              plans a model (see `graphshard plan --help`)
     graphshard hardware                    the hardware table and its sources
+    graphshard diagnose DIR                what happened when a rank hung or died, from the dumps of the ranks
 
 Exit status: 0, 1 (plans differ), 2 (wrong arguments or files).
 """
@@ -16,10 +17,12 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from graphshard.cost import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_fields
+from graphshard.faults import diagnose
 from graphshard.plan import END
 from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
 from graphshard.table_text import write_table
@@ -60,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     hardware = commands.add_parser("hardware", help="print the hardware table")
     hardware.add_argument("name", nargs="?", help="one row, or a calibration file, with the source of each number")
     hardware.set_defaults(run=_hardware)
+    text = "say what happened when a rank hung or died, from the dumps in a folder (GRAPHSHARD_FAULTS)"
+    diagnosed = commands.add_parser("diagnose", help=text, description=text)
+    diagnosed.add_argument("folder", metavar="DIR", help="a folder of dumps, of all ranks if they can be put together")
+    diagnosed.set_defaults(run=_diagnose)
     return parser
 
 
@@ -122,6 +129,11 @@ def _check(options: argparse.Namespace) -> int:
         f"{options.file}: sound; programs: {len(plan.programs)}. Whether it fits a model says "
         "graphshard.compile(model, plan=FILE)\n"
     )
+    return 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    diagnose(Path(options.folder), sys.stdout)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -22,6 +23,14 @@ def dump_dir() -> Path | None:
     """``GRAPHSHARD_DUMP``: the directory that gets one file per pass and program; unset or empty: no dumps."""
     raw = os.environ.get("GRAPHSHARD_DUMP", "")
     return Path(raw) if raw else None
+
+
+def fault_dir() -> Path:
+    """``GRAPHSHARD_FAULTS``: the directory that gets what ranks say when one hangs or dies; unset or empty: one below
+    the system's temporary directory.
+    """
+    raw = os.environ.get("GRAPHSHARD_FAULTS", "")
+    return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
 def disabled_passes(optional: frozenset[str]) -> frozenset[str]:

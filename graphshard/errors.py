@@ -21,3 +21,7 @@ class VerifyError(RuntimeError):
 
 class RanksDiffer(RuntimeError):
     """Ranks that take part in the same collectives do not run the same programs; the message names what differs."""
+
+
+class CommunicationFailed(RuntimeError):
+    """A collective of a program failed; the message names it, its parameters and the ranks that are missing."""

@@ -39,13 +39,17 @@ class Region(Protocol):
     def holdings(self) -> Holdings:
         """Of the model."""
 
+    def run(self, program: Program, binding: Binding, args: list[Any]) -> list[Any]:
+        """Runs it with what shards hold; takes what it leaves unreduced."""
+
+
+class Programs(Protocol):
+    """What makes the region's programs."""
+
     def lower(
         self, graph: MarkedGraph, binding: Binding, plan: Any, state: str, late: bool, contract: Contract
     ) -> Program:
         """Makes a program that realises a contract."""
-
-    def run(self, program: Program, binding: Binding, args: list[Any]) -> list[Any]:
-        """Runs it with what shards hold; takes what it leaves unreduced."""
 
 
 @dataclass
@@ -64,11 +68,13 @@ class Followed:
     """The programs of one region.
 
     Args:
-        region: with the code that makes and runs programs.
+        region: runs them.
+        made: makes them.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, made: Programs) -> None:
         self._region = region
+        self._made = made
         self._graphs: dict[tuple[str, str, Part], MarkedGraph] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
 
@@ -242,7 +248,7 @@ class Followed:
                 [name for name, _ in wider.slots], wider.gathered, wider.reduced, whole, states, undefined, inputs_only
             )
             contract = following.contract_for(part)
-            program = self._programs[program_key] = self._region.lower(wider, whole, plan, "", late, contract)
+            program = self._programs[program_key] = self._made.lower(wider, whole, plan, "", late, contract)
         return _Step(part, gathers, reductions, handed, whole, program)
 
     def _states(

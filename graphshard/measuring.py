@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphshard.compat_profiler import profiler_active
 from graphshard.gather_outputs import GATHER_INTO
 from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
-from graphshard.report import ProgramRecord
+from graphshard.named_events import named_events
+from graphshard.report import NamedShard, ProgramRecord
 
 _PREFIX = "graphshard::program "
 _EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, GATHER_INTO, WAIT)}
@@ -44,24 +45,44 @@ class Timing(NamedTuple):
 
 def communication_order(graph: Graph) -> tuple[tuple[str, str], ...]:
     """(``"launch"`` or ``"wait"``, bucket) of a lowered graph, in order; the model's own collectives by node name."""
-    name_of = {node: found.bucket if (found := collective(node)) else node.name for node in launches(graph)}
-    order = []
+    return tuple((what, _name(launch)) for what, launch in _communication(graph))
+
+
+def communication_facts(graph: Graph, shards: Sequence[NamedShard]) -> dict[str, Any]:
+    """What a `ProgramRecord` holds of the launches and waits of a graph, lowered for the parameters of `shards`."""
+    found = [collective(launch) for _, launch in _communication(graph)]
+    return {
+        "order": communication_order(graph),
+        "carried": tuple(
+            ("", ()) if carried is None else (carried.group, tuple(member.fqn for member in carried.members))
+            for carried in found
+        ),
+        "parameters": tuple((shard.unit.name, shard.fqn) for shard in shards),
+    }
+
+
+def _communication(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """The launches of a graph, and the launch of each wait; the wait itself, where that is of another kind."""
+    known = set(launches(graph))
     for node in graph.nodes:
-        if node in name_of:
-            order.append(("launch", name_of[node]))
+        if node in known:
+            yield "launch", node
         elif is_call(node, WAIT):
             source = node.args[0]
             if is_call(source, operator.getitem):  # one of several tensors
                 source = source.args[0]
-            order.append(("wait", name_of.get(source, node.name)))  # type: ignore[arg-type]
-    return tuple(order)
+            yield "wait", source if source in known else node  # type: ignore[misc]
 
 
-def timed(record: ProgramRecord) -> AbstractContextManager[Any]:
-    """Marks one run of a program, if someone measures."""
+def _name(node: Node) -> str:
+    return node.name if (found := collective(node)) is None else found.bucket
+
+
+def timed(record: ProgramRecord, shards: Sequence[NamedShard]) -> AbstractContextManager[Any]:
+    """Marks one run of a program, if someone measures, and names its collectives, if someone else profiles."""
     found = _measured.get()
     if found is None:
-        return nullcontext()
+        return named_events(record, shards) if profiler_active() else nullcontext()
     name = f"{_PREFIX}{next(_numbers)}"
     found[name] = record
     return record_function(name)

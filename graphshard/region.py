@@ -6,10 +6,8 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,48 +16,28 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard.calls import Backward, Calls
-from graphshard.compat import CompileState, boxed, generated_code
-from graphshard.compat_results import hide_results
-from graphshard.contract import Contract, contract_of, params_of
+from graphshard.compat import CompileState, boxed
 from graphshard.contracts import Contracts
-from graphshard.dispatch import KEEP, Binding, Plan, UnitState, make_plan, post_forward_ref, usual_flags
-from graphshard.driver import Lowered
-from graphshard.errors import UnsupportedModel
+from graphshard.dispatch import Binding, Plan, UnitState, make_plan
+from graphshard.faults import run_program
 from graphshard.followed import Followed
-from graphshard.follower import KEPT, Follower
-from graphshard.following import WholeCall
+from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
-from graphshard.gather_outputs import with_gather_outputs
 from graphshard.holdings import Holdings
 from graphshard.ir import (
     Direction,
-    PassContext,
-    launch_counts,
     output_args,
-    reductions,
-    shard_placeholder,
-    unshards,
 )
-from graphshard.kernels import fuses_on
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
-from graphshard.measuring import communication_order, timed
 from graphshard.passes.apply_flags import dead_outputs
-from graphshard.passes.apply_residency import REJOINED
-from graphshard.plan import Decision
-from graphshard.plan_file import program_flags
-from graphshard.planner import Problem
-from graphshard.planning import Planning, RegionPlanning
+from graphshard.planning import Planning
 from graphshard.prefetch import Prefetch
-from graphshard.printer import format_graph
 from graphshard.realising import SendsLess
-from graphshard.report import ProgramRecord, Report
+from graphshard.region_programs import CompileGraph, RegionPrograms
+from graphshard.report import Report
 from graphshard.shards import Shard
-from graphshard.signatures import ordered_units, program_key, state_text, structure
+from graphshard.signatures import state_text, structure
 from graphshard.states import backward_states, forward_states
-from graphshard.within_budget import lower_within_budget
-
-# Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
-CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
 
 
 class Engine(Protocol):
@@ -113,21 +91,14 @@ class Region:
     ) -> None:
         self._engine = weakref.ref(engine)
         self.number = number
-        self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
-        self._num_inputs = num_inputs
         self._broken = broken
         self._input_grads = input_grads
-        self._compile_graph = compile_graph
         self._patches = patches
-        self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
-        self._structure = ""  # of its forward, which its backward is known by
-        self._whole: WholeCall | None = None  # that it is
-        self._followed = Followed(self)
-        planning, note = engine.planning, engine.report.note_once
-        self._planner = None if planning is None else RegionPlanning(planning, number, note)
+        self._made = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
+        self._followed = Followed(self, self._made)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
@@ -147,74 +118,25 @@ class Region:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         engine = self.engine
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
-        self._check_slots(graph)
+        self._made.check_slots(graph)
         if direction == "backward":
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
-        found = [self._positions[self._names[name]]() for name, _ in graph.slots]
-        binding = Binding(tuple(shard for shard in found if shard is not None))
-        self._structure = structure(binding, self._input_grads)
-        if (
-            following := engine.follower.of_forward(graph.direction, binding, self._structure, self._broken)
-        ) is not None:
+        made, binding = self._made, self._made.binding(graph)
+        made.structure = structure(binding, self._input_grads)
+        following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken)
+        if following is not None:
             self._followed.lower_forward(graph, binding, following)
             return boxed(lambda args: self._run_forward(graph, args))
-        self._whole = engine.follower.whole(graph.direction, self._structure)
+        made.whole = engine.follower.whole(graph.direction, made.structure)
         whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
-        if self._planner is not None and engine.planning is not None and direction == "forward":
+        if engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
             if backward is not None and engine.is_whole(binding.unit_set):
-                self._keep_units(graph, backward, binding)
+                made.keep_units(graph, backward, binding)
         self._program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
-
-    def _keep_units(self, graph: MarkedGraph, backward: GraphModule, binding: Binding) -> None:
-        """Decides which units stay gathered from this forward to its backward."""
-        assert self._planner is not None
-        holdings = self.engine.holdings
-        by_default = frozenset(unit.name for unit in binding.units if holdings.behind_forward(unit) == KEEP)
-        kept = self._planner.keep_units(
-            (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
-            (backward.graph, self._usual_context("backward", backward, binding)),
-            by_default,
-            lambda choose: self._settled(KEPT, binding, choose),
-        )
-        if kept is not None:
-            holdings.decide({unit: unit.name in kept for unit in binding.units})
-
-    def _settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
-        """What all ranks do for this region, as one of them decides it."""
-        contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
-        shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{state and f' [{state}]'}"
-        leader = None if self._whole is None else self._whole.leader
-        return contracts.settle(program_key(what, self._structure, state), shown, decide, leader)
-
-    def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
-        """The context of a graph that gathers and reduces everything."""
-        names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
-        shards = {name: self._positions[self._names[name]]() for name in names}
-        params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
-        fuses = fuses_on(binding.device, self.engine.report.say_once)
-        return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
-
-    def _problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
-        """What there would be to plan of a graph that gathers and reduces everything."""
-        ctx = self._usual_context(graph.direction, graph.gm, binding)
-        return None if self._planner is None else self._planner.problem(graph.gm.graph, ctx)
-
-    def _check_slots(self, graph: MarkedGraph) -> None:
-        if graph.direction != "backward":
-            names = [node.name for node in graph.gm.graph.nodes if node.op == "placeholder"]
-            # Tensors that Dynamo kept as attributes come before the inputs.
-            attributes = len(names) - self._num_inputs
-            self._names = {name: position - attributes for position, name in enumerate(names)}
-        for name, _ in graph.slots:
-            if self._names.get(name) not in self._positions:
-                raise UnsupportedModel(
-                    f"region {self.number}: %{name} of the {graph.direction} graph is gathered, but no sharded "
-                    "parameter has its place among the inputs; run this model with `graphshard.eager(model)`"
-                )
 
     def _program(
         self,
@@ -232,86 +154,8 @@ class Region:
                 self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self.lower(graph, binding, plan, state, late)
+            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
         return program
-
-    def lower(
-        self,
-        graph: MarkedGraph,
-        binding: Binding,
-        plan: Plan,
-        state: str,
-        late: bool,
-        contract: Contract | None = None,
-    ) -> Program:
-        """Makes a program.
-
-        Args:
-            graph: with markers.
-            binding: an example of a call.
-            plan: what it is to do.
-            state: of the units, in words that all ranks have in common.
-            late: whether the compilation of the region is over.
-            contract: that it realises; None: it is asked for, or made.
-        """
-        params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-        params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
-        flags = plan.flags
-        number = sum(record.region == self.number for record in self.engine.report.programs)
-        title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        text = f"{graph.part} {flags}".lstrip()
-        named = program_flags(text, self.engine.name)
-        ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
-        if self.engine.planning is not None:
-            self.engine.planning.agree()
-        if contract is not None:
-            lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract)
-        else:
-            lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
-        num_results = graph.num_results
-        start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
-        with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
-        if not late:
-            hide_results(len(output_args(lowered.gm.graph)) - num_results)
-        compile_s = time.perf_counter() - start
-        record = ProgramRecord(
-            self.number,
-            graph.direction,
-            text,
-            launch_counts(lowered.gm.graph),
-            lowered.passes_s,
-            compile_s,
-            ir=format_graph(lowered.gm.graph),
-            code=generated_code(run),
-            decision=decision,
-            order=communication_order(lowered.gm.graph),
-        )
-        self.engine.report.programs.append(record)
-        return Program(run, record, plan)
-
-    def _lower_as_agreed(
-        self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
-    ) -> tuple[Lowered, Decision | None]:
-        """The program whose collectives are those of its contract: of this rank's making, or of another's."""
-        made: list[tuple[Lowered, Decision | None]] = []
-        ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
-        params = params_of(ctx, ordinals)
-
-        def decide() -> str:
-            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
-            lowered, decision = made[0]
-            return contract_of(lowered.gm.graph, decision, params).text()
-
-        if self._planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
-            decide()
-            return made[0]
-        contract = Contract.parse(self._settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
-        self.engine.follower.learn(self._structure, graph.direction, contract)
-        if not made:
-            contract = contract.for_params(params)
-            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
-        return made[0]
 
     # -- run time
 
@@ -327,7 +171,7 @@ class Region:
         binding = self._bind(graph, args)
         holdings, follower = self.engine.holdings, self.engine.follower
         holdings.touched.update(binding.units)
-        following = follower.of_forward(graph.direction, binding, self._structure, self._broken)
+        following = follower.of_forward(graph.direction, binding, self._made.structure, self._broken)
         if following is not None:
             holdings.finish_gathers(binding.units)
             holdings.regions_run += 1
@@ -335,10 +179,10 @@ class Region:
                 self.calls.begin(binding, holdings.entry, following.whole, follows=True)
             return self._followed.forward(graph, binding, args, following)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self.engine.prefetch.before_forward(graph, binding, split, partial(self._problem, graph, binding))
+        self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry, self._whole)
+            self.calls.begin(binding, holdings.entry, self._made.whole)
         program = self._program(graph, binding, forward_states(holdings, binding))
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
@@ -352,8 +196,7 @@ class Region:
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        with timed(program.record):
-            results = list(program.run(taken))
+        results = list(run_program(self.engine.name, program.record, program.run, taken, binding.shards))
         program.record.runs += 1
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]
@@ -400,12 +243,12 @@ class Region:
             reached = undefined if dead else frozenset()
             return self._followed.backward(graph, binding, args, following, asked, dead, reached)
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
-        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._problem, graph, binding))
+        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
         behind = frozenset[Unit]()
         if engine.deferred is None:
             behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
         states = backward_states(engine.holdings, graph, binding, asked, dead, split, behind)
-        if self._planner is not None and not all(unit.reduce_grads for unit in binding.units):
+        if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
         try:
             program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
@@ -422,6 +265,11 @@ class Region:
         if split:
             engine.holdings.end_split(split - asked.units_again)
         return results
+
+    @property
+    def followed(self) -> Followed:
+        """Its programs as parts of a whole call."""
+        return self._followed
 
     @property
     def holdings(self) -> Holdings:
@@ -455,13 +303,7 @@ class Region:
         self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
     ) -> list[UnitState]:
         """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
-        assert self._planner is not None
-        planner = self._planner
-
-        def decide() -> str:
-            return planner.accumulates_sharded(graph.gm.graph, self._usual_context("backward", graph.gm, binding))
-
-        why = self._settled("accumulation", binding, decide) if planner.budget_is_asked else ""
+        why = self._made.accumulates_sharded(graph, binding)
         if not why:
             return states
         self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
@@ -500,9 +342,3 @@ def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:
 def _storages(values: Sequence[Any]) -> set[int]:
     """Addresses of the memory behind tensors."""
     return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
-
-
-def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
-    """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
-    added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
-    return [*graph.inputs, *(node.meta["val"] for node in added)]

@@ -6,12 +6,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from graphshard.plan import Decision
 
 log = logging.getLogger("graphshard")
+
+
+class NamedUnit(Protocol):
+    """What is asked of a unit."""
+
+    name: str
+
+
+class NamedShard(Protocol):
+    """What is asked of the shard of one parameter."""
+
+    fqn: str
+
+    @property
+    def unit(self) -> NamedUnit: ...
 
 
 @dataclass
@@ -30,6 +46,8 @@ class ProgramRecord:
         code: what the compiler made of it, if it keeps its source.
         decision: what was planned for it, if anything was.
         order: (``"launch"`` or ``"wait"``, bucket) of its graph, in order.
+        carried: for each entry of `order`, the process group and the parameters in it; neither for the model's own.
+        parameters: (unit, FQN) of those whose shards the program was lowered for.
         timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
             medians, if `graphshard.measure` saw it run.
     """
@@ -45,7 +63,19 @@ class ProgramRecord:
     code: str | None = field(default=None, repr=False)
     decision: Decision | None = field(default=None, repr=False)
     order: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    carried: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
+    parameters: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+
+    def carried_for(self, position: int, shards: Sequence[NamedShard]) -> tuple[str, tuple[str, ...]]:
+        """The bucket of an entry of `order` and the parameters in it, in a run for `shards`: equal blocks share it."""
+        bucket, fqns = self.order[position][1], self.carried[position][1]
+        pairs = list(zip(self.parameters, shards, strict=False))
+        name_of = {fqn: shard.fqn for (_, fqn), shard in pairs}
+        unit_of = {unit or "root": shard.unit.name or "root" for (unit, _), shard in pairs}
+        kind, colon, units = bucket.partition(":")
+        named = "..".join(unit_of.get(unit, unit) for unit in units.split(".."))
+        return f"{kind}{colon}{named}", tuple(name_of.get(fqn, fqn) for fqn in fqns)
 
 
 @dataclass

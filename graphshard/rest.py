@@ -56,4 +56,4 @@ class Rest:
 def rest_of_contracts(engine: Engine) -> Rest:
     """Runs its programs operator by operator, in a region of its own."""
     own = region.Region(engine, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
-    return Rest(engine, Followed(own))
+    return Rest(engine, own.followed)

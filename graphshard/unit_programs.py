@@ -7,8 +7,9 @@ operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,14 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard import driver
 from graphshard.compat import fake_tensors
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
+from graphshard.faults import compiling, run_program
 from graphshard.fsdp2 import Unit
 from graphshard.gather_outputs import with_gather_outputs
 from graphshard.halves import Half, cut_at_wait
 from graphshard.ir import WAIT, Direction, PassContext, launch_counts
 from graphshard.kernels import fuses_on
 from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.measuring import communication_facts
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import PARTIAL, Shard
@@ -36,20 +39,24 @@ class Engine(Protocol):
     report: Report
 
 
+# Takes what the first half of a program left, and the shards it is for.
+Finish = Callable[[list[Any], Sequence[Shard]], Any]
+
+
 class Gather:
     """A gather of parameters of one unit under way: launched, not awaited.
 
     Args:
         shards: of the parameters.
         crossing: what the first half of the program left for the second.
-        finish: that second half.
+        finish: that second half, for these parameters.
 
     Attributes:
         stays: whether what arrives stays until it is resharded, and is registered; else it is for one program.
         ahead: whether a region before the one that needs it has launched it.
     """
 
-    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Half) -> None:
+    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Finish) -> None:
         self.shards = shards
         self.stays = True
         self.ahead = False
@@ -60,7 +67,7 @@ class Gather:
     @torch.no_grad()
     def wait(self) -> Sequence[Tensor]:
         """The gathered parameters."""
-        full: Sequence[Tensor] = self._finish(self._crossing)
+        full: Sequence[Tensor] = self._finish(self._crossing, self.shards)
         return full
 
     def settle(self) -> None:
@@ -81,7 +88,7 @@ class Reduction:
         all_reduce: whether the results are the gradients; else they are partial.
     """
 
-    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Half, all_reduce: bool) -> None:
+    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Finish, all_reduce: bool) -> None:
         self._shards = shards
         self._crossing = crossing
         self._finish = finish
@@ -90,7 +97,7 @@ class Reduction:
     @torch.no_grad()
     def wait(self) -> None:
         """Puts the reduced gradients on the parameters; partial ones stay with the shards."""
-        for shard, result in zip(self._shards, self._finish(self._crossing), strict=True):
+        for shard, result in zip(self._shards, self._finish(self._crossing, self._shards), strict=True):
             if self._all_reduce:
                 shard.param.deliver_grad(result)
             else:
@@ -130,8 +137,8 @@ class UnitPrograms:
         unit = shards[0].unit
         program = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
         (record or program.record).runs += 1
-        crossing = program.launch([shard.leaf.detach() for shard in shards])
-        return Gather(shards, crossing, program.finish)
+        crossing = self._launch(program, [shard.leaf.detach() for shard in shards], shards)
+        return Gather(shards, crossing, partial(self._finish, program))
 
     @torch.no_grad()
     def launch_reduction(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> Reduction:
@@ -149,11 +156,20 @@ class UnitPrograms:
         (record or program.record).runs += 1
         for shard in shards:
             shard.drop_grads()
-        return Reduction(shards, program.launch(args), program.finish, settings.all_reduce)
+        crossing = self._launch(program, args, shards)
+        return Reduction(shards, crossing, partial(self._finish, program), settings.all_reduce)
 
     def reduce(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
         """The same, awaited."""
         self.launch_reduction(unit, shards, record).wait()
+
+    def _launch(self, program: UnitProgram, args: list[Any], shards: Sequence[Shard]) -> list[Any]:
+        crossing: list[Any] = run_program(self._name, program.record, program.launch, args, shards)
+        return crossing
+
+    def _finish(self, program: UnitProgram, crossing: list[Any], shards: Sequence[Shard]) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = run_program(self._name, program.record, program.finish, crossing, shards)
+        return results
 
     def _program(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:
         key = (kind, tuple(map(id, shards)), state)
@@ -162,7 +178,8 @@ class UnitPrograms:
             alike = tuple((shard.spec(), replace(shard.ref(), fqn="", unit="")) for shard in shards)
             common = (kind, alike, shards[0].unit.device, state)
             if (found := self._shared.get(common)) is None:
-                found = self._shared[common] = self._lower(kind, shards, state)
+                with compiling(self._name, f"the {kind} of unit {shards[0].unit.name or 'root'}"):
+                    found = self._shared[common] = self._lower(kind, shards, state)
             self._programs[key] = found
         return found
 
@@ -187,6 +204,7 @@ class UnitPrograms:
             time.perf_counter() - start,
             0.0,
             ir=format_graph(lowered.graph),
+            **communication_facts(lowered.graph, shards),
         )
         self._report.programs.append(record)
         return UnitProgram(*cut_at_wait(with_gather_outputs(lowered, compiled=False)), record)

@@ -37,7 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("extraction",),
     ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
+    ("faults",),
     ("liveness", "measuring", "halves"),
+    ("named_events",),
     ("gather_outputs",),
     ("ir",),
     ("markers", "casts", "units", "report", "user_comms", "kernels"),
@@ -50,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compat",
         "compat_store",
         "compat_fake",
+        "compat_groups",
         "compat_profiler",
         "compat_results",
         "env",
@@ -65,8 +68,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The only readers of torch's private state.
 READS_PRIVATE_TORCH = {
     "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_store.py", "graphshard/compat_fake.py", "graphshard/compat_profiler.py",
-    "graphshard/compat_results.py",
+    "graphshard/compat_groups.py", "graphshard/compat_store.py", "graphshard/compat_fake.py",
+    "graphshard/compat_profiler.py", "graphshard/compat_results.py",
 }  # fmt: skip
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.

@@ -1,0 +1,130 @@
+"""How long a launch or wait may take, and the start of the watchdog for one model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from graphshard import env
+from graphshard.agreement import WITHOUT_PEERS
+from graphshard.compat import resolve_process_group
+from graphshard.compat_groups import timeout_s
+from graphshard.compat_store import own_connection
+from graphshard.faults.dumps import check_folder
+from graphshard.faults.inquiry import Store
+from graphshard.faults.watchdog import Watched, watch_model
+from graphshard.report import Report
+
+# The process group's own time-out comes this many seconds later, or this share of itself.
+_MARGIN_S = 30.0
+_MARGIN = 0.1
+_SHORT_S = 100.0
+_PATIENCE = 0.97
+_CONNECTION_TIMEOUT_S = 10.0
+
+
+class Unit(Protocol):
+    """What is asked of a unit."""
+
+    @property
+    def group_name(self) -> str: ...
+
+    @property
+    def replicate_group_name(self) -> str: ...
+
+    @property
+    def post_forward(self) -> tuple[int, str] | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Engine(Protocol):
+    """What is asked of the engine of a model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def report(self) -> Report: ...
+
+
+def check_deadline(deadline_s: object) -> None:
+    """Raises:
+    TypeError: it is neither None nor a number.
+    ValueError: it is not positive.
+    """
+    if deadline_s is None:
+        return
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
+        raise TypeError(f"compile: deadline_s: got {deadline_s!r:.80}, want seconds as a number, or None")
+    if not deadline_s > 0:
+        raise ValueError(f"compile: deadline_s: got {deadline_s!r}, want more than 0 seconds")
+
+
+def default_deadline_s(group_timeout_s: float) -> float:
+    """Seconds that a launch or wait may take: a little less than the process group's time-out."""
+    if group_timeout_s < _SHORT_S:
+        return group_timeout_s * (1 - _MARGIN)
+    return group_timeout_s - _MARGIN_S
+
+
+def watch(engine: Engine, deadline_s: float | None) -> None:
+    """Watches the programs of a model, if it has peers.
+
+    Args:
+        engine: of the model.
+        deadline_s: most seconds that a launch or wait may take; None: `default_deadline_s` of its process groups.
+    """
+    groups = _groups_with_peers(engine.units)
+    if not groups:
+        return
+    timeout = min(timeout_s(group, device) for group, device in groups)
+    if deadline_s is not None and deadline_s >= timeout:
+        engine.report.say_once(
+            f"deadline_s: got {deadline_s:g} s, but the process group gives up after {timeout:g} s, before it; want "
+            "less, or give init_process_group a longer timeout"
+        )
+    deadline = default_deadline_s(timeout) if deadline_s is None else float(deadline_s)
+    folder = env.fault_dir()
+    if reason := check_folder(folder):
+        engine.report.say_once(
+            f"GRAPHSHARD_FAULTS: ranks that hang or die cannot leave dumps in '{folder}': {reason}; set it to a folder "
+            "that can be written"
+        )
+
+    def connect() -> Store | None:
+        try:
+            store: Store = own_connection(_CONNECTION_TIMEOUT_S)
+        except (RuntimeError, NotImplementedError) as error:
+            engine.report.say_once(
+                f"watchdog: the store gives no connection of its own ({error}): a rank that hangs is noticed, but the "
+                "others are not asked"
+            )
+            return None
+        return store
+
+    watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
+
+
+def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, torch.device]]:
+    devices: dict[str, torch.device] = {}
+    for unit in units:
+        after_forward = unit.post_forward
+        names = (unit.group_name, unit.replicate_group_name, after_forward[1] if after_forward else "")
+        devices |= {name: unit.device for name in names if name}
+    groups = [(resolve_process_group(name), device) for name, device in devices.items()]
+    return [
+        (group, device)
+        for group, device in groups
+        if dist.get_world_size(group) > 1
+        and math.isfinite(timeout_s(group, device))
+        and dist.get_backend(group) not in WITHOUT_PEERS
+    ]
