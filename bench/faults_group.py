@@ -35,6 +35,10 @@ class HeldWork(Work):
         self._future: Future[Any] = Future()
         self._future.set_result(outputs)
 
+    @property
+    def is_launched(self) -> bool:
+        return self._launch is None
+
     def go(self) -> None:
         if self._launch is not None:
             launch, self._launch = self._launch, None
@@ -47,7 +51,7 @@ class HeldWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._launch is None and (self._work is None or bool(self._work.is_completed()))
+        return self.is_launched and (self._work is None or bool(self._work.is_completed()))
 
     def get_future(self) -> Future[Any]:
         self.wait()
@@ -81,13 +85,14 @@ class FaultyGroup(dist.ProcessGroup):
         def really() -> Any:
             return getattr(self._inner, name)(*args)
 
-        if self._held is not None:
-            held, self._held = self._held, None
-            if not held.is_completed():
-                self._tell()
+        held, self._held = self._held, None
+        if held is not None and not held.is_launched:
+            self._tell()
             work = really()
             held.go()
             return work
+        if held is not None:  # it was awaited before the next one: another pair may do
+            self._kind = "reordered"
         kind, self._kind = self._kind, ""
         if kind == "reordered":
             self._held = HeldWork(really, args[0])

@@ -71,7 +71,7 @@ class Verdict:
     Attributes:
         kind: see above.
         seconds: from the injection until the last live rank ended; None: it hung, or nothing was injected.
-        names_rank: whether an error names the rank on which it went wrong.
+        names_rank: whether an error of another rank names that on which it went wrong.
         names_unit: whether an error names a unit or parameter.
         said: by rank, what its errors say.
     """
@@ -137,7 +137,6 @@ def judge(fault: Fault, outcome: Outcome, reference: Sequence[Result] | None) ->
         reference: results of the ranks as they should be; None: there are none.
     """
     live = [end for end in outcome.ends if not (fault.kills and end.rank == outcome.odd)]
-    told = [end for end in live if not (fault.raises and end.rank == outcome.odd)]
     said = tuple("\n".join(sentences(end.stderr)) for end in outcome.ends)
     if outcome.injected_s is None:
         return Verdict("elsewhere", None, said=said)
@@ -149,12 +148,14 @@ def judge(fault: Fault, outcome: Outcome, reference: Sequence[Result] | None) ->
         results = [end.result for end in outcome.ends if end.result is not None]
         is_right = reference is not None and same(results, reference, fault.tolerance)
         return Verdict("right" if is_right else "wrong", seconds, said=said)
-    told_text = "\n".join(said[end.rank] for end in told)
+    # That a rank names itself tells nobody whose fault it was.
+    own = "" if fault.raises else re.sub(RANK.replace("{rank}", str(outcome.odd)), "", said[outcome.odd])
+    told = "\n".join(own if end.rank == outcome.odd else said[end.rank] for end in live)
     if not all(failed):
         kind: Kind = "apart"
     else:
-        kind = "detected" if _names(fault.says, told_text, outcome.odd) else "untold"
-    return Verdict(kind, seconds, _names(RANK, told_text, outcome.odd), _names(UNIT, told_text, outcome.odd), said)
+        kind = "detected" if _names(fault.says, told, outcome.odd) else "untold"
+    return Verdict(kind, seconds, _names(RANK, told, outcome.odd), _names(UNIT, told, outcome.odd), said)
 
 
 def _names(pattern: str, text: str, rank: int) -> bool:
