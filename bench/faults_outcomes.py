@@ -24,6 +24,8 @@ from bench.faults_table import RANK, Fault
 Kind = Literal["right", "detected", "untold", "apart", "wrong", "hang", "elsewhere"]
 GOOD: tuple[Kind, ...] = ("right", "detected")
 
+MAX_FRAMES = 12
+
 _PREFIX = re.compile(r"^(?:\[rank\d+\]:\s?)+")
 _FRAME = re.compile(r"^(?:\s|Traceback |$)")
 
@@ -73,7 +75,7 @@ class Verdict:
         seconds: from the injection until the last live rank ended; None: it hung, or nothing was injected.
         names_rank: whether an error of another rank names that on which it went wrong.
         names_unit: whether an error names a unit or parameter.
-        said: by rank, what its errors say.
+        said: by rank, what its errors say; of one that hung, also where it stood.
     """
 
     kind: Kind
@@ -109,6 +111,12 @@ def sentences(stderr: str) -> list[str]:
     return [line for line in lines if not _FRAME.match(line) and "Warning" not in line]
 
 
+def standing(stderr: str) -> list[str]:
+    """Where a rank that was asked to stood, the innermost frames."""
+    _, asked, frames = stderr.rpartition("Current thread ")
+    return [line.strip() for line in frames.splitlines()[1 : 1 + MAX_FRAMES]] if asked else []
+
+
 def same(got: Sequence[Result], want: Sequence[Result], tolerance: float) -> bool:
     """Whether all ranks have the losses and parts of parameters that they should have."""
     if len(got) != len(want):
@@ -137,7 +145,7 @@ def judge(fault: Fault, outcome: Outcome, reference: Sequence[Result] | None) ->
         reference: results of the ranks as they should be; None: there are none.
     """
     live = [end for end in outcome.ends if not (fault.kills and end.rank == outcome.odd)]
-    said = tuple("\n".join(sentences(end.stderr)) for end in outcome.ends)
+    said = tuple("\n".join((*sentences(end.stderr), *standing(end.stderr))) for end in outcome.ends)
     if outcome.injected_s is None:
         return Verdict("elsewhere", None, said=said)
     if any(end.status is None for end in live):

@@ -80,7 +80,7 @@ class Runner:
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = time.time()
             if injected_s is None and (injected_s := _injected_s(folder)) is not None:
-                end_s = injected_s + self.deadline_s
+                end_s = injected_s + self.deadline_s + fault.compiles_s
         for rank in live:
             if rank not in ended:
                 processes[rank].send_signal(signal.SIGUSR1)  # where it stands

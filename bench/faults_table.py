@@ -47,6 +47,7 @@ class Fault:
         kills: the rank on which it goes wrong is not asked how it ends.
         raises: that rank has an error of its own, in which it need not name itself: the others' have to.
         warm: the same job has run before, on all ranks but that one, with the same compile caches.
+        compiles_s: more seconds until it is a hang: Inductor compiles behind the injection.
     """
 
     injection: Injection
@@ -57,6 +58,7 @@ class Fault:
     kills: bool = False
     raises: bool = False
     warm: bool = False
+    compiles_s: float = 0.0
 
 
 def _killed(number: signal.Signals, where: str) -> Fault:
@@ -76,7 +78,9 @@ FAULTS: dict[str, Fault] = {
     "dead expert": Fault(DeadExpert(), RANK_OR_UNIT, "unsharded", 1e-5),
     "stale plan file": Fault(StalePlan(), RANK, "fsdp2, healthy", 1e-5),
     "another torch version": Fault(OtherTorch(), RANK, "fsdp2, healthy"),
-    "cold compile cache": Fault(ColdCache(), RANK_OR_UNIT, "fsdp2, healthy", 1e-5, "inductor", warm=True),
+    "cold compile cache": Fault(
+        ColdCache(), RANK_OR_UNIT, "fsdp2, healthy", 1e-5, "inductor", warm=True, compiles_s=120.0
+    ),
     "out of memory in forward": Fault(OutOfMemory("forward"), raises=True),
     "out of memory in backward": Fault(OutOfMemory("backward"), raises=True),
     "SIGKILL in forward": _killed(signal.SIGKILL, "forward"),

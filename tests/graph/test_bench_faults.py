@@ -120,6 +120,14 @@ second line
     assert sentences(stderr) == ["ValueError: first line", "second line"]
 
 
+def test_rank_that_hung_says_where_it_stood() -> None:
+    frames = '  File "store.py", line 3 in wait\n  File "a.py", line 9 in f\n'
+    stderr = f"said\nCurrent thread 0x1 (most recent call first):\n{frames}"
+    verdict = judge(PLAIN, outcome(end(0, None, stderr), end(1, 1)), None)
+    assert verdict.kind == "hang"
+    assert verdict.said[0].splitlines()[-2:] == ['File "store.py", line 3 in wait', 'File "a.py", line 9 in f']
+
+
 # -- rows and tables
 
 
