@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from graphshard.agreement import Store, without_peers
+from graphshard.agreement import without_peers
 from graphshard.compat_store import default_store
 from graphshard.errors import RanksDiffer
+from graphshard.rank_store import RankStore
 
 # As long as the deciding rank may take to come to the same program: the time-out of NCCL's collectives.
 DEADLINE_S = 600.0
 
 _DECIDED, _FAILED = "+", "-"
+# How often it is looked whether a rank that is waited for compiles.
+_LOOK_S = 5.0
+# So many ranks are asked, of those that are waited for.
+_ASKED = 8
 
 
 class Contracts:
@@ -31,12 +35,15 @@ class Contracts:
         prefix: of keys in the store, the same on every rank.
         rank: this rank.
         ranks: all of them; the lowest decides, where no other was elected.
-        deadline_s: most seconds to wait for another rank.
+        deadline_s: most seconds to wait for another rank that is not busy.
+
+    Attributes:
+        is_busy: says of a rank whether it compiles: it is waited for.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        store: RankStore | None,
         prefix: str = "",
         rank: int = 0,
         ranks: Sequence[int] = (0,),
@@ -47,6 +54,7 @@ class Contracts:
         self.rank = rank
         self.ranks = tuple(sorted(ranks))
         self.deadline_s = deadline_s
+        self.is_busy: Callable[[int], bool] = lambda rank: False
         self._decided: dict[str, str] = {}
 
     @property
@@ -90,15 +98,18 @@ class Contracts:
             return self.rank if stands else None
         name = self._name(key)
         self._store.set(f"{name}/{self.rank}", _DECIDED if stands else _FAILED)
-        if self._store.add(f"{name}/count", 1) == len(self.ranks):
-            said = self._store.multi_get([f"{name}/{rank}" for rank in self.ranks])
-            standing = [rank for rank, found in zip(self.ranks, said, strict=True) if found.decode() == _DECIDED]
-            self._store.set(name, str(standing[0]) if standing else "")
-        if not self._wait(name, what):
-            missing = [rank for rank in self.ranks if not self._store.check([f"{name}/{rank}"])]
-            raise self._never_came(what, missing)
-        (found,) = self._store.multi_get([name])
+        if self._store.add(f"{name}/count") == len(self.ranks):
+            standing = (rank for rank in self.ranks if self._said(name, rank) == _DECIDED)
+            self._store.set(name, _DECIDED + str(next(standing, "")))
+        if not self._wait(name, self.ranks):
+            keys = {f"{name}/{rank}": rank for rank in self.ranks}
+            raise self._never_came(what, [keys[key] for key in self._store.absent(list(keys))])
+        found = self._store.get(name).removeprefix(_DECIDED)
         return int(found) if found else None
+
+    def _said(self, name: str, rank: int) -> str:
+        assert self._store is not None
+        return self._store.get(f"{name}/{rank}")
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -117,25 +128,25 @@ class Contracts:
     def _follow(self, key: str, what: str, decide: Callable[[], str], leader: int) -> str:
         assert self._store is not None
         name = self._name(key)
-        if not self._wait(name, what):
+        if not self._wait(name, [leader]):
             raise self._never_came(what, [leader])
-        (posted,) = self._store.multi_get([name])
-        text = posted.decode()
+        text = self._store.get(name)
         if text.startswith(_FAILED):
             decide()  # what is wrong there is most likely wrong here, too, and says more
             raise RanksDiffer(f"contract: rank {leader} could not lower {what}: {text[1:]}")
         return text[1:]
 
-    def _wait(self, name: str, what: str) -> bool:
-        """Whether a key is there before the deadline."""
+    def _wait(self, name: str, ranks: Sequence[int]) -> bool:
+        """Whether a key is there before the deadline; a rank that compiles is waited for longer."""
         assert self._store is not None
-        end = time.monotonic() + self.deadline_s
-        try:
-            self._store.wait([name], timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:  # each store has an error of its own for a deadline
-            if time.monotonic() < end and not self._store.check([name]):
-                raise RuntimeError(f"contract: {what}: the store of the process group failed: {error}") from error
-            return False
+        begin = idle_since = time.monotonic()
+        asked = [rank for rank in ranks if rank != self.rank][:_ASKED]
+        while not self._store.wait(name, min(self.deadline_s, _LOOK_S)):
+            now = time.monotonic()
+            if any(map(self.is_busy, asked)) and now - begin < max(self.deadline_s, DEADLINE_S):
+                idle_since = now
+            if now - idle_since >= self.deadline_s:
+                return False
         return True
 
     def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
@@ -151,4 +162,5 @@ def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | No
     if len(ranks) < 2 or without_peers(group):
         return Contracts(None)
     names = hashlib.sha256(",".join(map(str, sorted(ranks))).encode()).hexdigest()[:12]
-    return Contracts(default_store(), f"graphshard/contract/{names}/{model}", dist.get_rank(), ranks)
+    store = RankStore(default_store(), f"contract: rank {dist.get_rank()}")
+    return Contracts(store, f"graphshard/contract/{names}/{model}", dist.get_rank(), ranks)

@@ -180,6 +180,8 @@ class RegionPlanning:
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.forget()
         if contract is not None:
+            if planning.stored is not None and not planning.stored.find(self._number, ctx.direction, flags):
+                self._note_missing(name)
             self.latest = self._realised(graph, ctx, contract)
             return self.latest.plan
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
@@ -198,7 +200,7 @@ class RegionPlanning:
         if not problem.gathers and not problem.reductions:
             return None
         if planning.stored is not None:
-            self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
+            self._note_missing(name)
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
         budget_bytes = planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
         if as_fsdp2 or not self.chooses:
@@ -209,6 +211,10 @@ class RegionPlanning:
         kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
         self.latest = Decision(problem, choice, plan, budget_bytes, kept)
         return plan if self.chooses else None
+
+    def _note_missing(self, name: str) -> None:
+        planning = self._planning
+        self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
 
     def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision:
         budget_bytes = self._planning.budget_bytes

@@ -149,7 +149,7 @@ class Prefetch:
                 for group in filter(None, (unit.group_name, unit.replicate_group_name)):
                     groups.setdefault(group, set()).add(name)
         what = f"{self._model}: {walk.kind}"
-        posts = (post_to_group(group, what, _lines(order, names)) for group, names in groups.items())
+        posts = (post_to_group(group, what, _lines(order, names)) for group, names in sorted(groups.items()))
         self._posted[id(order)] = [posted for posted in posts if posted is not None]
 
     # -- before a program runs

@@ -31,7 +31,7 @@ def post_settings(model: str, units: Iterable[Unit], settings: Sequence[str]) ->
         post_to_group(
             group, model, [*settings, *map(_line, own)], subject="what their programs depend on", advice=advice
         )
-        for group, own in groups.items()
+        for group, own in sorted(groups.items())
     )
     return [posted for posted in posts if posted is not None]
 

@@ -28,6 +28,8 @@ def structure(binding: Binding, input_grads: int) -> str:
     """
     found = [f"{input_grads} inputs need gradients"]
     for unit in ordered_units(binding):
+        if unit.reduce_unused:  # gathered and reduced outside: ranks may use other parameters of it
+            continue
         own = sorted((s.index, s.param.size, s.leaf.requires_grad) for s in binding.shards if s.unit is unit)
         said = (f"{i}: {'x'.join(map(str, size))}{'' if trainable else ' frozen'}" for i, size, trainable in own)
         found.append(", ".join(said))
@@ -46,7 +48,7 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
     found = []
     for unit in ordered_units(binding):
         state = state_of[unit]
-        if not any(shard.unit is unit for shard in counts):
+        if unit.reduce_unused or not any(shard.unit is unit for shard in counts):
             continue
         settings = replace(state.settings, forward_prefetch=(), backward_prefetch=(), scatter_group="")
         said = [] if settings == DEFAULT_SETTINGS else [str(settings)]

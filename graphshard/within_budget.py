@@ -50,7 +50,7 @@ def lower_within_budget(
         return driver.lower(gm, ctx, title), None
     ctx = replace(ctx, coalesces=planner.coalesces)
     if contract is not None:
-        return _lower_by_contract(gm, ctx, title, planner, contract)
+        return _lower_by_contract(gm, replace(ctx, planner=partial(planner, flags=flags)), title, planner, contract)
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):
@@ -90,11 +90,12 @@ def _lower_by_contract(
     gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, contract: Contract
 ) -> tuple[Lowered, Decision | None]:
     if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
-        lowered = driver.lower(gm, replace(ctx, planner=planner), title)
+        lowered = driver.lower(gm, ctx, title)
         if contract_of(lowered.gm.graph, None, ()).launches == contract.launches:
             return lowered, planner.latest
     planner.forget()
-    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, contract=contract)), title)
+    assert ctx.planner is not None
+    lowered = driver.lower(gm, replace(ctx, planner=partial(ctx.planner, contract=contract)), title)
     found = contract_of(lowered.gm.graph, planner.latest, ())
     if found.launches != contract.launches:
         raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")

@@ -13,9 +13,10 @@ from graphshard import env
 from graphshard.agreement import WITHOUT_PEERS
 from graphshard.compat import resolve_process_group
 from graphshard.compat_groups import timeout_s
-from graphshard.compat_store import own_connection
+from graphshard.compat_store import default_store, own_connection
+from graphshard.contracts import Contracts
 from graphshard.faults.dumps import check_folder
-from graphshard.faults.inquiry import Store
+from graphshard.faults.inquiry import Store, read_compiling
 from graphshard.faults.watchdog import Watched, watch_model
 from graphshard.report import Report
 
@@ -54,6 +55,9 @@ class Engine(Protocol):
 
     @property
     def report(self) -> Report: ...
+
+    @property
+    def contracts(self) -> Contracts: ...
 
 
 def check_deadline(deadline_s: object) -> None:
@@ -111,7 +115,14 @@ def watch(engine: Engine, deadline_s: float | None) -> None:
             return None
         return store
 
+    engine.contracts.deadline_s = deadline
+    engine.contracts.is_busy = is_compiling
     watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
+
+
+def is_compiling(rank: int) -> bool:
+    """Whether another rank says that it compiles."""
+    return bool(read_compiling(default_store(), [rank]))
 
 
 def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, torch.device]]:

@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "settings",
         "planner",
         "orders",
+        "rank_store",
         "table_text",
         "version",
     ),
