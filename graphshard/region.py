@@ -119,6 +119,8 @@ class Region:
         engine = self.engine
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._made.check_slots(graph)
+        if engine.planning is not None:
+            engine.planning.agree()
         if direction == "backward":
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))

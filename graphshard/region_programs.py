@@ -181,8 +181,6 @@ class RegionPrograms:
         text = f"{graph.part} {flags}".lstrip()
         named = program_flags(text, self.engine.name)
         ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
-        if self.engine.planning is not None:
-            self.engine.planning.agree()
         if contract is not None:
             lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract)
         else:

@@ -50,7 +50,7 @@ def lower_within_budget(
         return driver.lower(gm, ctx, title), None
     ctx = replace(ctx, coalesces=planner.coalesces)
     if contract is not None:
-        return _lower_by_contract(gm, replace(ctx, planner=partial(planner, flags=flags)), title, planner, contract)
+        return _lower_by_contract(gm, ctx, title, planner, flags, contract)
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):
@@ -87,15 +87,15 @@ def lower_within_budget(
 
 
 def _lower_by_contract(
-    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, contract: Contract
+    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, flags: str, contract: Contract
 ) -> tuple[Lowered, Decision | None]:
     if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
-        lowered = driver.lower(gm, ctx, title)
+        lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags)), title)
         if contract_of(lowered.gm.graph, None, ()).launches == contract.launches:
             return lowered, planner.latest
     planner.forget()
-    assert ctx.planner is not None
-    lowered = driver.lower(gm, replace(ctx, planner=partial(ctx.planner, contract=contract)), title)
+    planned = partial(planner, flags=flags, contract=contract)
+    lowered = driver.lower(gm, replace(ctx, planner=planned), title)
     found = contract_of(lowered.gm.graph, planner.latest, ())
     if found.launches != contract.launches:
         raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")
