@@ -180,9 +180,11 @@ class RegionPlanning:
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.forget()
         if contract is not None:
+            self.latest = self._realised(graph, ctx, contract)
+            if self.latest is None:
+                return None
             if planning.stored is not None and not planning.stored.find(self._number, ctx.direction, flags):
                 self._note_missing(name)
-            self.latest = self._realised(graph, ctx, contract)
             return self.latest.plan
         if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
             if planning.stored is not None:
@@ -216,9 +218,11 @@ class RegionPlanning:
         planning = self._planning
         self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
 
-    def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision:
+    def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision | None:
         budget_bytes = self._planning.budget_bytes
         problem, schedule = realise(graph, ctx, self._planning.scene, contract, budget_bytes)
+        if not problem.gathers and not problem.reductions:
+            return None
         makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
         rivals = {name: simulate(problem, make(problem)) for name, make in makers.items()}
         choice = Choice(

@@ -88,7 +88,7 @@ def replays(build: Callable[..., Any], path: str, options: dict[str, Any]) -> No
         (p.direction, p.flags, p.ir) for p in first.programs
     ]
     assert [p.decision for p in second.programs] == [p.decision for p in first.programs]
-    assert second.notes == []
+    assert second.notes == [], second.notes
     assert save(again, path) == content
 
 
@@ -122,7 +122,7 @@ def keeps_what_was_kept(path: str) -> None:
     first, second = graphshard.report(model), graphshard.report(again)
     assert [p.ir for p in second.programs] == [p.ir for p in first.programs]
     assert [p.decision.kept for p in second.programs] == [("1",), None]
-    assert second.notes == []
+    assert second.notes == [], second.notes
 
 
 def test_replay_keeps_the_units_of_the_file_gathered(two_ranks: WorkerPool, tmp_path: Path) -> None:
