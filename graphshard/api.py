@@ -22,7 +22,7 @@ from graphshard.engine import Engine, Options
 from graphshard.faults import check_deadline, watch
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planned_programs import planned_so_far
-from graphshard.planning import PLANS, make_planning
+from graphshard.planning_options import PLANS, make_planning
 from graphshard.ranks_alike import post_settings
 from graphshard.report import Report
 from graphshard.units import resolve_units

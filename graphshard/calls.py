@@ -14,6 +14,7 @@ from graphshard.compat import accumulates_into, compiled_function_node, keeps_gr
 from graphshard.dispatch import Binding
 from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
+from graphshard.signatures import WholeCall
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Call:
         node: weakly, the node.
     """
 
-    def __init__(self, binding: Binding, entry: Entry, whole: Any, follows_whole: bool, node: Any) -> None:
+    def __init__(self, binding: Binding, entry: Entry, whole: WholeCall | None, follows_whole: bool, node: Any) -> None:
         self.binding = binding
         self.entry = entry
         self.whole = whole
@@ -74,7 +75,7 @@ class Backward:
     again: frozenset[Shard] = field(default_factory=frozenset)
     units_again: frozenset[Unit] = field(default_factory=frozenset)
     inputs_only: bool = False
-    whole: Any = None
+    whole: WholeCall | None = None
     follows_whole: bool = False
 
 
@@ -93,7 +94,7 @@ class Calls:
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def begin(self, binding: Binding, entry: Entry, whole: Any = None, follows: bool = False) -> None:
+    def begin(self, binding: Binding, entry: Entry, whole: WholeCall | None = None, follows: bool = False) -> None:
         """Is told the shards of the forward that runs now, what the user called, and the whole that it belongs to."""
         self._local.begun = binding, entry, whole, follows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from graphshard.errors import RanksDiffer, UnsupportedModel
 from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
+from graphshard.marking import mark_classes
 from graphshard.outside import OutsideGathers
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
@@ -86,13 +86,11 @@ class Engine:
         self.contracts = contracts_of(self.name, sorted({rank for unit in self.units for rank in unit.ranks}))
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
-        every = options.regions == "unit"
-        self.prefetch = Prefetch(self.holdings, self.report, every, self.name, self.contracts, planning)
-        self.follower = Follower(
-            self, options.regions == "model" and options.backend != "eager" and planning is not None
-        )
+        by_unit = options.regions == "unit"
+        self.prefetch = Prefetch(self.holdings, self.report, by_unit, self.name, self.contracts, planning)
+        self.follower = Follower(self, not by_unit and options.backend != "eager" and planning is not None)
         self._rest = rest_of_contracts(self)
-        self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs)
+        self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs, self.follower)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self._ready = False
         self._shards: list[Shard] = []
@@ -114,7 +112,7 @@ class Engine:
             user_comms.register(unit.key, unit)
         self._hooks = fsdp2.ForwardHooks(model, cast_hooks, capture.forward_method)
         if not self._falls_back(unit.unsupported() for unit in self.units):
-            self._mark_classes()
+            self._outer = mark_classes(self, self._unit_modules)
             self._hooks.detach()
 
     def chooses_kept(self, units: frozenset[Unit]) -> bool:
@@ -131,34 +129,6 @@ class Engine:
         return units.issuperset(unit for unit in self.units if unit.params)
 
     # -- set-up
-
-    def _mark_classes(self) -> None:
-        names: dict[int, set[str]] = {}
-        modules: dict[int, nn.Module] = {id(m): m for m in self._unit_modules}
-        for unit in self.units:
-            for param in unit.params:
-                for module, name in param.owners:
-                    modules[id(module)] = module
-                    names.setdefault(id(module), set()).add(name)
-        engine_of = weakref.ref(self)
-
-        def reshard(module: nn.Module, *args: Any) -> None:
-            if (engine := engine_of()) is not None:  # a state dict holds shards
-                engine.holdings.reshard_all()
-
-        for key, module in modules.items():
-            module.__dict__[capture.ENGINE] = self
-            module.__dict__[capture.SHARDS] = {}
-            module.__class__ = capture.marked_class(type(module), tuple(sorted(names.get(key, ()))))
-            module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-        inner = {id(m) for m in self._unit_modules}
-        # With a region per unit, a module that contains units is plain Python around them.
-        self._outer = {
-            key
-            for key, module in modules.items()
-            if any(id(child) in inner for child in module.modules() if child is not module)
-        }
 
     def _falls_back(self, reasons: Iterable[str | None]) -> bool:
         """Leaves the model to FSDP2 if there is a reason: said once, an error if `strict`."""

@@ -39,6 +39,10 @@ class Region(Protocol):
     def holdings(self) -> Holdings:
         """Of the model."""
 
+    @property
+    def outside_reads(self) -> frozenset[Shard]:
+        """Parameters that were read outside any graph, whose gradients are still to come."""
+
     def run(self, program: Program, binding: Binding, args: list[Any]) -> list[Any]:
         """Runs it with what shards hold; takes what it leaves unreduced."""
 
@@ -130,7 +134,9 @@ class Followed:
     ) -> list[Any]:
         """Runs a backward."""
         holdings = self._region.holdings
-        later = frozenset(shard for call in holdings.calls if call.follows() for shard in call.binding.shards)
+        later = self._region.outside_reads | {
+            shard for call in holdings.calls if call.follows() for shard in call.binding.shards
+        }
         reduces = {shard.unit: shard.unit.reduce_grads for shard in binding.shards}
         ready = {
             binding.shards[slot].fqn

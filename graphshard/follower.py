@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
+
 from graphshard.calls import Backward
 from graphshard.compat import backward_id
 from graphshard.contract import Contract
@@ -13,13 +15,13 @@ from graphshard.contracts import Contracts
 from graphshard.derived import derived
 from graphshard.dispatch import Binding, UnitState
 from graphshard.errors import RanksDiffer
-from graphshard.following import Following, WholeCall
+from graphshard.following import Following
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import Direction
 from graphshard.report import Report
 from graphshard.shards import Shard
-from graphshard.signatures import program_key, state_text
+from graphshard.signatures import WholeCall, program_key, state_text
 from graphshard.states import backward_states, forward_states
 
 KEPT = "units kept for backward"
@@ -66,6 +68,7 @@ class Follower:
         self.forward: Following | None = None
         self.backward: Following | None = None
         self._backward_id = -1
+        self.outside: set[Shard] = set()  # read outside any graph, their gradients still to come
 
     def begin_forward(self) -> None:
         """An outermost call begins."""
@@ -145,6 +148,20 @@ class Follower:
             self.backward = self.extending(asked)
         return self.backward
 
+    def reads_outside(self, shard: Shard) -> WholeCall | None:
+        """Is told that a parameter is read outside any graph; returns the call that this is a part of, if it is."""
+        if self.forward is None:
+            return None
+        if torch.is_grad_enabled() and shard.leaf.requires_grad:
+            self.outside.add(shard)
+        return self.forward.whole
+
+    def outside_backward(self, shard: Shard, whole: WholeCall | None) -> None:
+        """Is told that the gradient of such a read is there."""
+        self.outside.discard(shard)
+        if whole is not None:
+            self.of_backward(Backward(whole=whole, follows_whole=True))
+
     def extending(self, asked: Backward) -> Following | None:
         """What a backward of a whole call follows, whose graph sends less than others'; None: it is no whole call."""
         if asked.whole is None:
@@ -179,6 +196,7 @@ class Follower:
     def end_backward(self) -> Following | None:
         """The running backward ends; returns what it has followed."""
         found, self.backward, self._backward_id = self.backward, None, -1
+        self.outside.clear()
         return found
 
     def end_forward(self) -> Following | None:

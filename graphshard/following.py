@@ -16,28 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.compat import copy_graph, fake_tensors
 from graphshard.compat_results import keep_strides
 from graphshard.contract import Contract
-from graphshard.dispatch import Binding
 from graphshard.errors import RanksDiffer
 from graphshard.ir import Direction, output_args, output_node, shard_placeholder, unshards
 from graphshard.marked_graph import MarkedGraph, marked_graph
 from graphshard.markers import REDUCE_GRAD, UNSHARD
 from graphshard.plan import PlannedBucket
 from graphshard.shards import Shard
-
-
-@dataclass(frozen=True)
-class WholeCall:
-    """A call that one graph covers on the ranks that decided its contract.
-
-    Attributes:
-        structure: of its forward (see `signatures`).
-        binding: its shards.
-        leader: the rank that decides its contracts.
-    """
-
-    structure: str
-    binding: Binding
-    leader: int
+from graphshard.signatures import WholeCall
 
 
 @dataclass(frozen=True)

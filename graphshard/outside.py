@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.report import ProgramRecord
 from graphshard.shards import Shard
+from graphshard.signatures import WholeCall
 from graphshard.unit_programs import UnitPrograms
 
 
@@ -21,12 +23,16 @@ class OutsideGathers:
         programs: make and count the collectives.
         active: units that hold something.
         backward_runs: is called by each backward.
+        follower: knows what other ranks do meanwhile.
     """
 
-    def __init__(self, programs: UnitPrograms, active: set[Unit], backward_runs: Callable[[], None]) -> None:
+    def __init__(
+        self, programs: UnitPrograms, active: set[Unit], backward_runs: Callable[[], None], follower: Follower
+    ) -> None:
         self._programs = programs
         self._active = active
         self._backward_runs = backward_runs
+        self._follower = follower
         self._gathered: dict[tuple[int, bool], Tensor] = {}
 
     def clear(self) -> None:
@@ -46,7 +52,8 @@ class OutsideGathers:
         """
         key = (id(shard), torch.is_grad_enabled())
         if (full := self._gathered.get(key)) is None:
-            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
+            whole = self._follower.reads_outside(shard)
+            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, whole, forward, backward)  # type: ignore[no-untyped-call]
             full = gathered
             if keep:
                 self._gathered[key] = full
@@ -59,9 +66,10 @@ class OutsideGathers:
             full = self._programs.launch_gather([shard], record).wait()[0]
         return full.data  # the same memory, but no view: a forward may write into it
 
-    def run_backward(self, shard: Shard, grad: Tensor, record: ProgramRecord | None) -> None:
-        """Does with a gradient what the flags say now."""
+    def run_backward(self, shard: Shard, grad: Tensor, whole: WholeCall | None, record: ProgramRecord | None) -> None:
+        """Does with a gradient what the flags say now. `whole`: the call that its forward was a part of, if it was."""
         self._backward_runs()
+        self._follower.outside_backward(shard, whole)
         shard.hold(grad, shared=True)
         self._active.add(shard.unit)
         if record is None:
@@ -79,16 +87,17 @@ class _Gather(torch.autograd.Function):
         leaf: Tensor,
         shard: Shard,
         gathers: OutsideGathers,
+        whole: WholeCall | None,
         forward: ProgramRecord | None,
         backward: ProgramRecord | None,
     ) -> Tensor:
-        ctx.state = (shard, gathers, backward)
+        ctx.state = (shard, gathers, whole, backward)
         if forward is None:
             shard.report.eager_unshards[shard.fqn] += 1
         return gathers.run_forward(shard, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        shard, gathers, record = ctx.state
-        gathers.run_backward(shard, grads[0], record)
-        return None, None, None, None, None
+        shard, gathers, whole, record = ctx.state
+        gathers.run_backward(shard, grads[0], whole, record)
+        return None, None, None, None, None, None

@@ -131,7 +131,8 @@ class Region:
         if following is not None:
             self._followed.lower_forward(graph, binding, following)
             return boxed(lambda args: self._run_forward(graph, args))
-        made.whole = engine.follower.whole(graph.direction, made.structure)
+        call = engine.follower.whole(graph.direction, made.structure)
+        made.leader = None if call is None else call.leader
         whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
         if engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
@@ -184,7 +185,7 @@ class Region:
         self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry, self._made.whole)
+            self.calls.begin(binding, holdings.entry, follower.whole(graph.direction, self._made.structure))
         program = self._program(graph, binding, forward_states(holdings, binding))
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
@@ -272,6 +273,11 @@ class Region:
     def followed(self) -> Followed:
         """Its programs as parts of a whole call."""
         return self._followed
+
+    @property
+    def outside_reads(self) -> frozenset[Shard]:
+        """Parameters that were read outside any graph, whose gradients are still to come."""
+        return frozenset(self.engine.follower.outside)
 
     @property
     def holdings(self) -> Holdings:

@@ -19,7 +19,6 @@ from graphshard.driver import Lowered
 from graphshard.errors import UnsupportedModel
 from graphshard.faults import compiling
 from graphshard.follower import KEPT, Follower
-from graphshard.following import WholeCall
 from graphshard.gather_outputs import with_gather_outputs
 from graphshard.holdings import Holdings
 from graphshard.ir import Direction, PassContext, launch_counts, output_args, reductions, shard_placeholder, unshards
@@ -64,7 +63,7 @@ class RegionPrograms:
 
     Attributes:
         structure: of its forward, by which other ranks know its programs (see `signatures`).
-        whole: the whole call that it is; None: a part, or not known yet.
+        leader: the rank that decides its contracts; None: the lowest.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class RegionPrograms:
         self._compile_graph = compile_graph
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self.structure = ""
-        self.whole: WholeCall | None = None
+        self.leader: int | None = None
         planning, note = engine.planning, engine.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
 
@@ -116,8 +115,7 @@ class RegionPrograms:
         """What all ranks do for this region, as one of them decides it."""
         contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{state and f' [{state}]'}"
-        leader = None if self.whole is None else self.whole.leader
-        return contracts.settle(program_key(what, self.structure, state), shown, decide, leader)
+        return contracts.settle(program_key(what, self.structure, state), shown, decide, self.leader)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""

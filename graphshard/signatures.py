@@ -7,11 +7,26 @@ since what a backward still needs is the partitioner's choice, which depends on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState
 from graphshard.fsdp2 import Unit
 from graphshard.settings import DEFAULT_SETTINGS
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """A call that one graph covers on the ranks that decided its contract.
+
+    Attributes:
+        structure: of its forward (see `structure`).
+        binding: its shards.
+        leader: the rank that decides its contracts.
+    """
+
+    structure: str
+    binding: Binding
+    leader: int
 
 
 def ordered_units(binding: Binding) -> list[Unit]:

@@ -1,0 +1,57 @@
+"""Gives the modules of one model their marked classes (see `capture`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from graphshard import capture
+from graphshard.fsdp2 import Unit
+from graphshard.holdings import Holdings
+
+
+class Engine(Protocol):
+    """What is asked of the engine of the model."""
+
+    units: list[Unit]
+    holdings: Holdings
+
+
+def mark_classes(engine: Engine, unit_modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Marks the modules that own sharded parameters, and those of units.
+
+    Args:
+        engine: of the model, which is put on each module.
+        unit_modules: modules that `fully_shard` was called on.
+
+    Returns:
+        Ids of modules that contain units: with a region per unit, they are plain Python around them.
+    """
+    names: dict[int, set[str]] = {}
+    modules: dict[int, nn.Module] = {id(module): module for module in unit_modules}
+    for unit in engine.units:
+        for param in unit.params:
+            for module, name in param.owners:
+                modules[id(module)] = module
+                names.setdefault(id(module), set()).add(name)
+    engine_of = weakref.ref(engine)
+
+    def reshard(module: nn.Module, *args: Any) -> None:
+        if (engine := engine_of()) is not None:  # a state dict holds shards
+            engine.holdings.reshard_all()
+
+    for key, module in modules.items():
+        module.__dict__[capture.ENGINE] = engine
+        module.__dict__[capture.SHARDS] = {}
+        module.__class__ = capture.marked_class(type(module), tuple(sorted(names.get(key, ()))))
+        module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+    inner = {id(module) for module in unit_modules}
+    return frozenset(
+        key
+        for key, module in modules.items()
+        if any(id(child) in inner for child in module.modules() if child is not module)
+    )

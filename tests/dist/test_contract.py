@@ -1,0 +1,214 @@
+"""Ranks that compute in other shapes or other graphs send the same: they train on, bitwise like eager FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.testing import WorkerPool
+
+DIM = models.DIM
+
+
+class Block(nn.Module):
+    """Breaks its graph in the middle when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(torch.relu(inner))
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(count))
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def trained(
+    build: Callable[[], nn.Module], batch: Callable[[int], Tensor], prepare: Callable[[Any, int], None], **options: Any
+) -> tuple[list[Tensor], list[Tensor], graphshard.Report]:
+    """What four steps and their evaluations compute, compiled and in eager FSDP2, and the report."""
+    torch.manual_seed(0)
+    plain = build()
+    seen: list[list[Tensor]] = []
+    for compiled in (True, False):
+        model: Any = graphshard.compile(
+            copy.deepcopy(plain), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager", **options
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: list[Tensor] = []
+
+        for step in range(4):
+            prepare(model, step)
+            inputs = batch(step)
+            if compiled:
+                report = graphshard.report(model)
+                loss = model(inputs).square().mean()
+                loss.backward()
+            else:
+                with graphshard.eager(model):
+                    loss = model(inputs).square().mean()
+                    loss.backward()
+            found.append(loss.detach())
+            found += [parameter.grad.full_tensor() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if compiled:
+                    found.append(model(inputs))
+                else:
+                    with graphshard.eager(model):
+                        found.append(model(inputs))
+        seen.append(found)
+    return seen[0], seen[1], report
+
+
+def equal(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), f"number {number}: off by {float((a - b).abs().max()):.1e}"
+
+
+def features(step: int, rows: int) -> Tensor:
+    return torch.randn(rows, DIM, generator=models.generator(step, dist.get_rank()))
+
+
+# -- other shapes
+
+
+def other_shapes(plan: str, everywhere: bool) -> None:
+    rank = dist.get_rank()
+
+    def batch(step: int) -> Tensor:
+        return features(step, 4 + (step * 37 * (1 + rank) if everywhere or (rank == 1 and step == 2) else 0))
+
+    got, want, report = trained(models.mlps, batch, lambda model, step: None, plan=plan)
+    equal(got, want)
+    sent: dict[tuple[str, str], set[str]] = {}
+    for program in report.programs:
+        sent.setdefault((program.direction, program.flags), set()).add(str(program.collectives))
+    assert all(len(kinds) == 1 for kinds in sent.values()), sent
+    if everywhere or rank == 1:
+        assert len(report.programs) > len(sent), "no program was made for other shapes"
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["in every step", "once on one rank"])
+@pytest.mark.parametrize("plan", ["auto", "fsdp2"])
+def test_ranks_with_other_shapes_train_on(two_ranks: WorkerPool, plan: str, everywhere: bool) -> None:
+    two_ranks.run(other_shapes, plan, everywhere)
+
+
+def longer_sequences() -> None:
+    rank = dist.get_rank()
+
+    def batch(step: int) -> Tensor:
+        size = (2, 6 + (9 * step if rank == 1 else 0))
+        return torch.randint(0, models.VOCAB, size, generator=models.generator(step, rank))
+
+    got, want, _ = trained(models.Decoder, batch, lambda model, step: None)
+    equal(got, want)
+
+
+def test_longer_sequences_on_one_rank(four_ranks: WorkerPool) -> None:
+    four_ranks.run(longer_sequences)
+
+
+# -- other graphs
+
+
+def broken(first: int, who: int, options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+
+    def prepare(model: Any, step: int) -> None:
+        for layer in model.layers[1:3]:
+            layer.breaks = rank == who and step >= first
+
+    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, **options)
+    equal(got, want)
+    assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
+@pytest.mark.parametrize("first", [0, 1], ids=["from the first step", "later"])
+@pytest.mark.parametrize("plan", ["auto", "fsdp2"])
+def test_graph_breaks_on_one_rank(two_ranks: WorkerPool, first: int, who: int, plan: str) -> None:
+    two_ranks.run(broken, first, who, {"plan": plan})
+
+
+def test_graph_breaks_on_one_of_four_ranks(four_ranks: WorkerPool) -> None:
+    four_ranks.run(broken, 1, 2, {"plan": "fsdp2"})  # whose bits are FSDP2's at any size
+
+
+def accumulating(who: int) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = Blocks()
+    seen = []
+    for compiled in (True, False):
+        model: Any = graphshard.compile(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager")
+        found: list[Tensor] = []
+        for step in range(3):
+            for layer in model.layers[1:3]:
+                layer.breaks = rank == who and step >= 1
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                inputs = features(2 * step + last, 4)
+                if compiled:
+                    model(inputs).square().mean().backward()
+                else:
+                    if not last:  # both in one: FSDP2 holds what the first leaves unreduced
+                        context = graphshard.eager(model)
+                        context.__enter__()
+                    model(inputs).square().mean().backward()
+                    if last:
+                        context.__exit__(None, None, None)
+            found += [parameter.grad.full_tensor() for parameter in model.parameters()]
+            model.zero_grad()
+        seen.append(found)
+    equal(*seen)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
+def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: int) -> None:
+    two_ranks.run(accumulating, who)
+
+
+def skipping_blocks(limit: int) -> None:
+    """Dynamo's recompile limit, hit on one rank alone: its frame runs as plain Python around the blocks."""
+    import torch._dynamo.config as config
+
+    rank = dist.get_rank()
+    with config.patch(recompile_limit=limit if rank == 1 else 64, automatic_dynamic_shapes=False):
+        got, want, _ = trained(
+            Blocks, lambda step: features(step, 4 + step), lambda model, step: None, dynamic=False
+        )
+    equal(got, want)
+
+
+def test_recompile_limit_on_one_rank(two_ranks: WorkerPool) -> None:
+    two_ranks.run(skipping_blocks, 2)
