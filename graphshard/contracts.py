@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -22,9 +23,19 @@ DEADLINE_S = 600.0
 
 _DECIDED, _FAILED = "+", "-"
 # How often it is looked whether a rank that is waited for compiles.
-_LOOK_S = 5.0
+_LOOK_S = 60.0
+# Between looks for a key, where the deadline is shorter than that.
+_PAUSE_S = 0.02
 # So many ranks are asked, of those that are waited for.
 _ASKED = 8
+
+
+@dataclass(frozen=True)
+class Election:
+    """How one ended: the leader, None where no rank stood; whether all that stood did so for the same."""
+
+    leader: int | None
+    alike: bool
 
 
 class Contracts:
@@ -81,38 +92,55 @@ class Contracts:
             self._decided[key] = found
         return found
 
-    def elect(self, key: str, what: str, stands: bool) -> int | None:
-        """The lowest rank that stands for leader; None: none does. All ranks take part.
-
-        Each rank does a constant number of operations; the last to come reads what the others have said, once.
+    def elect(self, key: str, what: str, stands: str) -> Election:
+        """Elects the lowest rank that stands. All ranks take part.
 
         Args:
             key: the same on every rank.
             what: in words, for errors.
-            stands: whether this rank can decide.
+            stands: what this rank stands for; empty: it does not stand.
 
         Raises:
             RanksDiffer: a rank did not come until the deadline.
         """
         if self._store is None:
-            return self.rank if stands else None
+            return Election(self.rank if stands else None, True)
+
+        def counted(said: Sequence[str]) -> str:
+            standing = {rank: found for rank, found in zip(self.ranks, said, strict=True) if found}
+            return f"{min(standing, default='')} {len(set(standing.values()))}"
+
+        leader, _, kinds = self._together(key, what, _digest(stands) if stands else "", counted).partition(" ")
+        return Election(int(leader) if leader else None, int(kinds) < 2)
+
+    def union(self, key: str, what: str, names: Sequence[str]) -> list[str]:
+        """The names that any rank has, in order of the alphabet. All ranks take part; raises as `elect`."""
+        if self._store is None:
+            return sorted(names)
+
+        def joined(said: Sequence[str]) -> str:
+            return "\n".join(sorted({name for text in said for name in text.split("\n")}))
+
+        return self._together(key, what, "\n".join(names), joined).split("\n")
+
+    def _together(self, key: str, what: str, own: str, conclude: Callable[[Sequence[str]], str]) -> str:
+        """What follows from what all ranks say.
+
+        Each rank does a constant number of operations; the last to come reads what the others have said, once.
+        """
+        assert self._store is not None
         name = self._name(key)
-        self._store.set(f"{name}/{self.rank}", _DECIDED if stands else _FAILED)
+        self._store.set(f"{name}/{self.rank}", _DECIDED + own)
         if self._store.add(f"{name}/count") == len(self.ranks):
-            standing = (rank for rank in self.ranks if self._said(name, rank) == _DECIDED)
-            self._store.set(name, _DECIDED + str(next(standing, "")))
+            said = [self._store.get(f"{name}/{rank}").removeprefix(_DECIDED) for rank in self.ranks]
+            self._store.set(name, _DECIDED + conclude(said))
         if not self._wait(name, self.ranks):
             keys = {f"{name}/{rank}": rank for rank in self.ranks}
             raise self._never_came(what, [keys[key] for key in self._store.absent(list(keys))])
-        found = self._store.get(name).removeprefix(_DECIDED)
-        return int(found) if found else None
-
-    def _said(self, name: str, rank: int) -> str:
-        assert self._store is not None
-        return self._store.get(f"{name}/{rank}")
+        return self._store.get(name).removeprefix(_DECIDED)
 
     def _name(self, key: str) -> str:
-        return f"{self._prefix}/{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        return f"{self._prefix}/{_digest(key)}"
 
     def _lead(self, key: str, decide: Callable[[], str]) -> str:
         try:
@@ -141,12 +169,24 @@ class Contracts:
         assert self._store is not None
         begin = idle_since = time.monotonic()
         asked = [rank for rank in ranks if rank != self.rank][:_ASKED]
-        while not self._store.wait(name, min(self.deadline_s, _LOOK_S)):
+        while not self._came(name):
             now = time.monotonic()
             if any(map(self.is_busy, asked)) and now - begin < max(self.deadline_s, DEADLINE_S):
                 idle_since = now
             if now - idle_since >= self.deadline_s:
                 return False
+        return True
+
+    def _came(self, name: str) -> bool:
+        """Whether a key is there, or comes in a while."""
+        assert self._store is not None
+        if self.deadline_s > _LOOK_S:
+            return self._store.wait(name, _LOOK_S)
+        end = time.monotonic() + self.deadline_s
+        while not self._store.has(name):  # each wait in vain is a warning of torch's
+            if time.monotonic() > end:
+                return False
+            time.sleep(_PAUSE_S)
         return True
 
     def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
@@ -155,6 +195,10 @@ class Contracts:
             f"contract: rank {self.rank} waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came "
             "so far; want the same calls, flags and modules in use on every rank"
         )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Contracts:

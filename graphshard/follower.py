@@ -64,6 +64,7 @@ class Follower:
         self._is_on = is_on and engine.contracts.has_peers
         self._leaders: dict[tuple[str, str], int | None] = {}
         self._wholes: dict[tuple[str, str], WholeCall] = {}
+        self._mixed: set[tuple[str, str]] = set()  # where ranks use other parameters than each other
         self._latest: dict[tuple[str, str], Contract] = {}
         self.forward: Following | None = None
         self.backward: Following | None = None
@@ -80,6 +81,11 @@ class Follower:
         found = self._wholes.get((self._engine.holdings.entry.name, str(direction)))
         return found if found is not None and found.structure == structure else None
 
+    def is_whole(self, broken: bool) -> bool:
+        """Whether the region that runs now is all of what the user called."""
+        holdings = self._engine.holdings
+        return not (broken or holdings.nested or holdings.regions_run)
+
     def of_forward(self, direction: Direction, binding: Binding, structure: str, broken: bool) -> Following | None:
         """What a region's forward follows; None: it is the whole call, or all ranks have such parts.
 
@@ -94,34 +100,51 @@ class Follower:
             return self.backward
         if self.forward is not None or not (self._is_on and binding.units):
             return self.forward
-        is_whole = not (broken or holdings.nested or holdings.regions_run)
+        is_whole = self.is_whole(broken)
         key = (holdings.entry.name, str(direction))
-        contracts, what = self._engine.contracts, f"the {direction} of '{holdings.entry.name}'"
+        what = f"the {direction} of '{holdings.entry.name}'"
         if key not in self._leaders:
-            self._leaders[key] = contracts.elect(f"leader\n{what}", what, is_whole)
-            if (leader := self._leaders[key]) is not None:  # what it has there says what the others follow
-                text = contracts.settle(f"whole\n{what}", what, lambda: _whole_text(structure, binding), leader)
-                if not is_whole:
-                    said, names = json.loads(text)
-                    other = self._wholes[key] = self._whole_of(said, names, leader)
-                    if direction == "forward" and self._engine.chooses_kept(other.binding.unit_set):
-                        self._keep_units(other)
-        leader = self._leaders[key]
-        if leader is None:
+            self._meet(key, what, direction, binding, structure if is_whole else "")
+        if (leader := self._leaders[key]) is None:
             return None
-        if is_whole:
+        if is_whole and key not in self._mixed:
             if (known := self._wholes.get(key)) is None or known.binding is not binding:
                 self._wholes[key] = WholeCall(structure, binding, leader)
             return None
         whole = self._wholes.get(key)
         if whole is None or not frozenset(binding.shards) <= frozenset(whole.binding.shards):
             return None
-        self._engine.report.note_once(
-            f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in the "
-            "order of the whole"
-        )
+        if not is_whole:
+            self._engine.report.note_once(
+                f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in "
+                "the order of the whole"
+            )
         self.forward = self._following(whole, str(direction), forward_states(holdings, whole.binding))
         return self.forward
+
+    def _meet(self, key: tuple[str, str], what: str, direction: Direction, binding: Binding, structure: str) -> None:
+        """Learns how the first call of a kind is on the other ranks. `structure`: of the whole call; empty: a part."""
+        contracts = self._engine.contracts
+        election = contracts.elect(f"leader\n{what}", what, structure)
+        self._leaders[key] = leader = election.leader
+        if leader is None:
+            return
+        names = [shard.fqn for shard in binding.shards]
+        if not election.alike:  # a part of the model that some ranks do not use: they gather it all the same
+            self._mixed.add(key)
+            self._engine.report.note_once(
+                f"{what}: ranks use other parameters than each other: each gathers and reduces those of all, zeros for "
+                "what it does not use"
+            )
+            used = contracts.union(f"used\n{what}", what, names if structure else [])
+            self._wholes[key] = self._whole_of(f"mixed {what}", [name for name in used if name], leader)
+            return
+        text = contracts.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names]), leader)
+        if not structure:
+            said, names = json.loads(text)
+            other = self._wholes[key] = self._whole_of(said, names, leader)
+            if direction == "forward" and self._engine.chooses_kept(other.binding.unit_set):
+                self._keep_units(other)
 
     def _keep_units(self, whole: WholeCall) -> None:
         """Lets the units stay gathered for backward that the deciding rank lets stay."""
@@ -137,7 +160,8 @@ class Follower:
         by_name = {shard.fqn: shard for shard in self._engine.shards}
         if missing := [name for name in names if name not in by_name]:
             raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
-        binding = Binding(tuple(by_name[name] for name in names))
+        shards = sorted((by_name[name] for name in names), key=lambda shard: (shard.unit.position, shard.index))
+        binding = Binding(tuple(shards))
         return WholeCall(structure, binding, leader)
 
     def of_backward(self, asked: Backward) -> Following | None:
@@ -207,7 +231,3 @@ class Follower:
 
 def _size(contract: Contract) -> int:
     return sum(len(bucket.members) for bucket in contract.buckets)
-
-
-def _whole_text(structure: str, binding: Binding) -> str:
-    return json.dumps([structure, [shard.fqn for shard in binding.shards]])

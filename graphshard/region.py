@@ -126,7 +126,7 @@ class Region:
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         made, binding = self._made, self._made.binding(graph)
-        made.structure = structure(binding, self._input_grads)
+        made.structure = structure(binding, self._input_grads, engine.follower.is_whole(self._broken))
         following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken)
         if following is not None:
             self._followed.lower_forward(graph, binding, following)

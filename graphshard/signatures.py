@@ -34,18 +34,22 @@ def ordered_units(binding: Binding) -> list[Unit]:
     return sorted(binding.units, key=lambda unit: unit.position)
 
 
-def structure(binding: Binding, input_grads: int) -> str:
-    """The parameters of a call; equal blocks have the same.
+def structure(binding: Binding, input_grads: int, is_whole: bool) -> str:
+    """The parameters of a call.
 
     Args:
         binding: the call's shards.
         input_grads: how many of its inputs need a gradient: where none does, a backward gathers less.
+        is_whole: whether it is all that the user called. Then units count by name, for ranks may use other ones that
+            are equal; parts of a call come in one order on all ranks, and equal blocks share them.
     """
     found = [f"{input_grads} inputs need gradients"]
     for unit in ordered_units(binding):
         if unit.reduce_unused:  # gathered and reduced outside: ranks may use other parameters of it
             continue
         own = sorted((s.index, s.param.size, s.leaf.requires_grad) for s in binding.shards if s.unit is unit)
+        if is_whole:
+            found.append(unit.name)
         said = (f"{i}: {'x'.join(map(str, size))}{'' if trainable else ' frozen'}" for i, size, trainable in own)
         found.append(", ".join(said))
     return "; ".join(found)
@@ -63,7 +67,10 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
     found = []
     for unit in ordered_units(binding):
         state = state_of[unit]
-        if unit.reduce_unused or not any(shard.unit is unit for shard in counts):
+        if unit.reduce_unused:
+            found.append(f"{ordinals[unit.name]}: outside")
+            continue
+        if not any(shard.unit is unit for shard in counts):
             continue
         settings = replace(state.settings, forward_prefetch=(), backward_prefetch=(), scatter_group="")
         said = [] if settings == DEFAULT_SETTINGS else [str(settings)]
