@@ -1,0 +1,154 @@
+"""What one rank decides holds for all: through a store, in a constant number of operations on each rank."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from graphshard.contracts import Contracts, Election
+from graphshard.errors import RanksDiffer
+from graphshard.rank_store import RankStore
+
+
+class Counting:
+    """A store that counts what each thread, a rank, asks of it."""
+
+    def __init__(self) -> None:
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self._lock = threading.Lock()
+        self.asked: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            with self._lock:
+                self.asked[threading.get_ident()] += 1
+            return getattr(self._store, name)(*args)
+
+        return ask
+
+
+def ranks(count: int, store: Any = None, deadline_s: float = 5.0) -> list[Contracts]:
+    store = RankStore(store or dist.HashStore(), "test")  # type: ignore[attr-defined]
+    return [Contracts(store, "net", rank, range(count), deadline_s) for rank in range(count)]
+
+
+def together(contracts: list[Contracts], call: Callable[[Contracts], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(contracts)) as pool:
+        return list(pool.map(call, contracts))
+
+
+def test_lowest_rank_decides_once_for_all() -> None:
+    made: list[int] = []
+
+    def settle(own: Contracts) -> str:
+        def decide() -> str:
+            made.append(own.rank)
+            return f"of rank {own.rank}"
+
+        return own.settle("key", "the forward", decide) + own.settle("key", "the forward", decide)
+
+    assert together(ranks(3), settle) == ["of rank 0" * 2] * 3
+    assert made == [0]
+
+
+def test_elected_rank_decides_in_its_place() -> None:
+    own = ranks(3)
+    assert together(own, lambda c: c.settle("key", "it", lambda: str(c.rank), leader=2)) == ["2"] * 3
+
+
+def test_lowest_rank_that_stands_is_elected() -> None:
+    found = together(ranks(4), lambda c: c.elect("key", "it", "" if c.rank < 2 else "whole"))
+    assert found == [Election(2, True)] * 4
+    assert together(ranks(3), lambda c: c.elect("key", "it", "")) == [Election(None, True)] * 3
+
+
+def test_ranks_that_stand_for_different_things_are_told_and_share_their_names() -> None:
+    found = together(ranks(3), lambda c: c.elect("key", "it", f"whole {c.rank}"))
+    assert found == [Election(0, False)] * 3
+    assert together(ranks(3), lambda c: c.union("names", "it", ["a", f"b{c.rank}"])) == [["a", "b0", "b1", "b2"]] * 3
+
+
+def test_decision_that_never_comes_names_the_rank_and_the_program() -> None:
+    _, late = ranks(2, deadline_s=0.1)
+    with pytest.raises(RanksDiffer, match=r"rank 1 waited 0\.1 s for rank 0 to come to the backward of blocks\.1"):
+        late.settle("key", "the backward of blocks.1", lambda: "")
+
+
+def test_rank_that_never_comes_to_an_election_is_named() -> None:
+    first, _, third = ranks(3, deadline_s=0.1)
+
+    def elect(own: Contracts) -> None:
+        with pytest.raises(RanksDiffer, match="for rank 1 to come to the forward"):
+            own.elect("key", "the forward", "whole")
+
+    together([first, third], elect)
+
+
+def test_rank_that_compiles_is_waited_for_beyond_the_deadline() -> None:
+    first, second = ranks(2, deadline_s=0.1)
+    left = [True, True, True]
+    second.is_busy = lambda rank: bool(left.pop()) if left else False
+
+    def settle(own: Contracts) -> str:
+        if own.rank == 0:
+            threading.Event().wait(0.3)
+        return own.settle("key", "it", lambda: "decided")
+
+    assert together([first, second], settle) == ["decided"] * 2
+
+
+def test_failure_of_the_leader_reaches_the_others_by_its_words() -> None:
+    own = ranks(2)
+
+    def settle(contracts: Contracts) -> str:
+        def decide() -> str:
+            if contracts.rank == 0:
+                raise ValueError("does not fit")
+            return ""
+
+        with pytest.raises((ValueError, RanksDiffer)) as caught:
+            contracts.settle("key", "the forward", decide)
+        return str(caught.value)
+
+    assert together(own, settle) == [
+        "does not fit",
+        "contract: rank 0 could not lower the forward: ValueError: does not fit",
+    ]
+
+
+def test_a_thousand_ranks_ask_a_constant_number_of_times_each() -> None:
+    count, store = 1024, Counting()
+
+    def rank(own: Contracts) -> None:
+        own.elect("key", "it", "whole")
+        own.settle("other key", "it", lambda: "decided")
+
+    contracts = ranks(count, store, deadline_s=120.0)
+    threads = [threading.Thread(target=rank, args=(own,)) for own in contracts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asked = sorted(store.asked.values())
+    assert asked[-2] <= 8  # all but the last to come, who reads what each has said
+    assert sum(asked) <= 8 * count
+
+
+def test_a_store_that_is_gone_says_so() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection lost")
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            raise RuntimeError("connection lost")
+
+    own = Contracts(RankStore(Gone(), "contract: rank 1"), "net", 1, (0, 1), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"contract: rank 1: the store .* connection lost"):
+        own.settle("key", "it", lambda: "")

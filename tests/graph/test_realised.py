@@ -1,0 +1,91 @@
+"""An agreed order of collectives in the program of another rank: kept, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import problems
+
+from graphshard.planner import (
+    Bucket,
+    Gather,
+    OrderImpossible,
+    Problem,
+    Reduction,
+    Schedule,
+    Transfer,
+    best_schedule,
+    check_schedule,
+    fsdp2_schedule,
+    realised_schedule,
+    simulate,
+)
+
+TRANSFER = Transfer(0, ((1.0, 1.0),))
+
+
+def launches(schedule: Schedule) -> list[Bucket]:
+    return [schedule.buckets[action.bucket] for action in schedule.actions if action.step == "launch"]
+
+
+def stretched(problem: Problem, factor: int) -> Problem:
+    """The same with `factor` ops in the place of each: what other shapes make of it."""
+
+    def moved(item: Gather | Reduction) -> Gather | Reduction:
+        if isinstance(item, Reduction):
+            return replace(item, ready=item.ready * factor)
+        return replace(
+            item, ready=item.ready * factor, first_use=item.first_use * factor, last_use=item.last_use * factor
+        )
+
+    return replace(
+        problem,
+        ops=tuple(f"{name}_{i}" for name in problem.ops for i in range(factor)),
+        op_us=tuple(us for us in problem.op_us for _ in range(factor)),
+        op_bytes=tuple(size for size in problem.op_bytes for _ in range(factor)),
+        gathers=tuple(map(moved, problem.gathers)),  # type: ignore[arg-type]
+        reductions=tuple(map(moved, problem.reductions)),  # type: ignore[arg-type]
+        own=(),
+    )
+
+
+@given(problems(own=False), st.integers(1, 3), st.booleans(), st.booleans())
+def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: int, hints: bool, early: bool) -> None:
+    planned = best_schedule(problem, 10**9, walks=20).schedule
+    buckets = launches(planned)
+    number_of = {bucket: number for number, bucket in enumerate(buckets)}
+    steps = [(action.step, number_of[planned.buckets[action.bucket]]) for action in planned.actions]
+    other = stretched(problem, factor)
+    found = realised_schedule(other, buckets, steps if hints else (), early)
+    check_schedule(other, found)
+    assert launches(found) == buckets
+    simulate(other, found)
+
+
+@given(problems(own=False))
+def test_late_gathers_hold_no_more_memory_than_early_ones(problem: Problem) -> None:
+    gathers = replace(problem, reductions=())
+    buckets = launches(fsdp2_schedule(gathers))
+    early, late = (simulate(gathers, realised_schedule(gathers, buckets, early=e)).peak_bytes for e in (True, False))
+    assert late <= early
+
+
+def test_order_that_computation_forbids_is_refused_by_name() -> None:
+    gather = Gather("late", "u", 0, TRANSFER, 1, 1, first_use=1, last_use=2)
+    reduction = Reduction("early", "v", 1, TRANSFER, 1, 1, 1, ready=2)
+    problem = Problem("backward", ("a", "b", "c"), (1.0,) * 3, (0,) * 3, (gather,), (reduction,))
+    buckets = [Bucket("reduce", (0,)), Bucket("gather", (0,))]
+    assert launches(realised_schedule(problem, buckets[::-1])) == buckets[::-1]
+    with pytest.raises(OrderImpossible, match="the gather of late is needed before the reduce of early"):
+        realised_schedule(problem, buckets)
+
+
+def test_hints_of_another_order_are_refused() -> None:
+    gathers = tuple(Gather(f"w{i}", "u", 0, TRANSFER, 1, 1, first_use=i, last_use=2) for i in range(2))
+    problem = Problem("forward", ("a", "b"), (1.0,) * 2, (0,) * 2, gathers, ())
+    buckets = [Bucket("gather", (0,)), Bucket("gather", (1,))]
+    with pytest.raises(OrderImpossible, match="in their order"):
+        realised_schedule(problem, buckets, [("launch", 1), ("launch", 0), ("wait", 0), ("wait", 1)])
