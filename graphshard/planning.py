@@ -59,6 +59,7 @@ class Planning:
         stored: plans that are replayed; what has none there is planned.
         stored_in: says where these are from.
         posts: what this rank has posted for the others, until it is compared.
+        deadline_s: most seconds to wait for the others then.
     """
 
     scene: Scene
@@ -69,6 +70,7 @@ class Planning:
     stored: Plan | None = None
     stored_in: str = ""
     posts: list[Posted] = field(default_factory=list)
+    deadline_s: float = DEADLINE_S
 
     def agree(self) -> None:
         """Compares with the other ranks, once.
@@ -77,7 +79,7 @@ class Planning:
             RanksDiffer: another rank plans otherwise, or has another model.
         """
         while self.posts:  # what differs stays, to be said again
-            self.posts[0].compare(DEADLINE_S)
+            self.posts[0].compare(self.deadline_s)
             del self.posts[0]
 
     @property

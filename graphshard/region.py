@@ -95,6 +95,7 @@ class Region:
         self._input_grads = input_grads
         self._patches = patches
         self._programs: dict[tuple[object, ...], Program] = {}
+        self._sending_less: set[tuple[object, ...]] = set()  # of such programs that had to be extended
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
         self._made = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
@@ -157,7 +158,13 @@ class Region:
                 self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
+            try:
+                if key in self._sending_less:
+                    raise SendsLess(f"contract: the {graph.direction} of region {self.number} sends less than others'")
+                program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
+            except SendsLess:
+                self._sending_less.add(key)
+                raise
         return program
 
     # -- run time

@@ -26,6 +26,8 @@ _MARGIN = 0.1
 _SHORT_S = 100.0
 _PATIENCE = 0.97
 _CONNECTION_TIMEOUT_S = 10.0
+# Ranks come to their first program at least so far apart: they have traced it before.
+_FIRST_S = 10.0
 
 
 class Unit(Protocol):
@@ -44,6 +46,12 @@ class Unit(Protocol):
     def device(self) -> torch.device: ...
 
 
+class Waits(Protocol):
+    """What waits for the other ranks."""
+
+    deadline_s: float
+
+
 class Engine(Protocol):
     """What is asked of the engine of a model."""
 
@@ -58,6 +66,9 @@ class Engine(Protocol):
 
     @property
     def contracts(self) -> Contracts: ...
+
+    @property
+    def planning(self) -> Waits | None: ...
 
 
 def check_deadline(deadline_s: object) -> None:
@@ -117,6 +128,8 @@ def watch(engine: Engine, deadline_s: float | None) -> None:
 
     engine.contracts.deadline_s = deadline
     engine.contracts.is_busy = is_compiling
+    if engine.planning is not None:
+        engine.planning.deadline_s = min(engine.planning.deadline_s, max(deadline, _FIRST_S))
     watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
 
 
