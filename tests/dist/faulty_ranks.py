@@ -100,6 +100,7 @@ def run(scenario: str, rank: int, world_size: int, port: int, folder: Path, opti
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ["GRAPHSHARD_FAULTS"] = str(folder / "faults")
+    os.environ.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)  # of the worker pools: torch warns of it
     torch.set_num_threads(1)
     hosts = scenario == "stop_store" and rank == world_size - 1
     store = TCPStore("127.0.0.1", port, world_size, is_master=hosts, wait_for_workers=False)

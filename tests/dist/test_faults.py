@@ -131,8 +131,12 @@ def life_of_the_watchdog() -> tuple[int, bool, int]:
     return alive, running() is None, threads()
 
 
-def test_watchdog_ends_with_the_last_model(two_ranks: WorkerPool) -> None:
-    assert two_ranks.run(life_of_the_watchdog) == [(2, True, 0)] * 2
+def test_watchdog_ends_with_the_last_model() -> None:
+    fresh = WorkerPool(2)  # no model of another test may be alive
+    try:
+        assert fresh.run(life_of_the_watchdog) == [(2, True, 0)] * 2
+    finally:
+        fresh.shutdown()
 
 
 def seen_while_the_other_rank_sleeps(backend: str) -> tuple[Status | None, tuple[tuple[str, str], ...]]:
