@@ -14,7 +14,7 @@ from graphshard.compat import accumulates_into, compiled_function_node, keeps_gr
 from graphshard.dispatch import Binding
 from graphshard.fsdp2 import Unit
 from graphshard.shards import Shard
-from graphshard.signatures import WholeCall
+from graphshard.signatures import Role
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,20 @@ class Call:
     Attributes:
         binding: its shards.
         entry: what the user called.
-        whole: the whole call that it is, or is a part of on the other ranks; None: there is none.
-        follows_whole: whether it is a part.
+        role: what it is to the other ranks; None: nothing, all ranks do the same by themselves.
         node: weakly, the node.
     """
 
-    def __init__(self, binding: Binding, entry: Entry, whole: WholeCall | None, follows_whole: bool, node: Any) -> None:
+    def __init__(self, binding: Binding, entry: Entry, role: Role | None, node: Any) -> None:
         self.binding = binding
         self.entry = entry
-        self.whole = whole
-        self.follows_whole = follows_whole
+        self.role = role
         self.node = weakref.ref(node)
+
+    @property
+    def sent(self) -> Binding:
+        """The shards that ranks send for it."""
+        return self.binding if self.role is None else self.role.whole.binding
 
     def follows(self) -> bool:
         """Whether the running backward reaches this call."""
@@ -67,7 +70,7 @@ class Backward:
         again: shards that a later call of the same backward uses too.
         units_again: split units (see `Holdings`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
-        whole, follows_whole: as of the call.
+        role: of the call.
     """
 
     entry: Entry = Entry()
@@ -75,8 +78,7 @@ class Backward:
     again: frozenset[Shard] = field(default_factory=frozenset)
     units_again: frozenset[Unit] = field(default_factory=frozenset)
     inputs_only: bool = False
-    whole: WholeCall | None = None
-    follows_whole: bool = False
+    role: Role | None = None
 
 
 class Calls:
@@ -94,19 +96,19 @@ class Calls:
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def begin(self, binding: Binding, entry: Entry, whole: WholeCall | None = None, follows: bool = False) -> None:
-        """Is told the shards of the forward that runs now, what the user called, and the whole that it belongs to."""
-        self._local.begun = binding, entry, whole, follows
+    def begin(self, binding: Binding, entry: Entry, role: Role | None = None) -> None:
+        """Is told the shards of the forward that runs now, what the user called, and what it is to other ranks."""
+        self._local.begun = binding, entry, role
 
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
         node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
-        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None, False)
+        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None)
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            binding, entry, whole, follows_whole = begun
-            call = Call(binding, entry, whole, follows_whole, node)
+            binding, entry, role = begun
+            call = Call(binding, entry, role, node)
             self._live.add(call)
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
 
@@ -121,7 +123,7 @@ class Calls:
         binding, again = call.binding, frozenset[Shard]()
         split, units_again = binding.parts & self._split, frozenset[Unit]()
         for other in self._live:
-            shared, units = binding.overlap(other.binding), split & other.binding.unit_set
+            shared, units = binding.overlap(other.sent), split & other.binding.unit_set
             if not (shared <= again and units <= units_again) and other.follows():
                 again, units_again = again | shared, units_again | units
         leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
@@ -132,8 +134,7 @@ class Calls:
             again,
             units_again,
             inputs_only,
-            call.whole,
-            call.follows_whole,
+            call.role,
         )
 
     def backward(self) -> Backward:

@@ -21,11 +21,11 @@ from graphshard.rank_store import RankStore
 # As long as the deciding rank may take to come to the same program: the time-out of NCCL's collectives.
 DEADLINE_S = 600.0
 
-_DECIDED, _FAILED = "+", "-"
+_DECIDED, _FAILED, _LATE = "+", "-", "late"
 # How often it is looked whether a rank that is waited for compiles.
 _LOOK_S = 60.0
 # Between looks for a key, where the deadline is shorter than that.
-_PAUSE_S = 0.02
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.02
 # So many ranks are asked, of those that are waited for.
 _ASKED = 8
 
@@ -103,41 +103,52 @@ class Contracts:
         Raises:
             RanksDiffer: a rank did not come until the deadline.
         """
+        found = self.meet(key, what, stands)
+        assert found is not None
+        return found
+
+    def meet(self, key: str, what: str, stands: str, patience_s: float | None = None) -> Election | None:
+        """The same, with no ranks but those that have a reason to; each does a constant number of operations.
+
+        Args:
+            key: as of `elect`.
+            what: as of `elect`.
+            stands: as of `elect`.
+            patience_s: most seconds to wait for the others; None: all must come until the deadline.
+
+        Returns:
+            None: not all came in time, on any rank that came.
+
+        Raises:
+            RanksDiffer: a rank did not come until the deadline, where all must.
+        """
         if self._store is None:
             return Election(self.rank if stands else None, True)
-
-        def counted(said: Sequence[str]) -> str:
-            standing = {rank: found for rank, found in zip(self.ranks, said, strict=True) if found}
-            return f"{min(standing, default='')} {len(set(standing.values()))}"
-
-        leader, _, kinds = self._together(key, what, _digest(stands) if stands else "", counted).partition(" ")
-        return Election(int(leader) if leader else None, int(kinds) < 2)
-
-    def union(self, key: str, what: str, names: Sequence[str]) -> list[str]:
-        """The names that any rank has, in order of the alphabet. All ranks take part; raises as `elect`."""
-        if self._store is None:
-            return sorted(names)
-
-        def joined(said: Sequence[str]) -> str:
-            return "\n".join(sorted({name for text in said for name in text.split("\n")}))
-
-        return self._together(key, what, "\n".join(names), joined).split("\n")
-
-    def _together(self, key: str, what: str, own: str, conclude: Callable[[Sequence[str]], str]) -> str:
-        """What follows from what all ranks say.
-
-        Each rank does a constant number of operations; the last to come reads what the others have said, once.
-        """
-        assert self._store is not None
         name = self._name(key)
-        self._store.set(f"{name}/{self.rank}", _DECIDED + own)
+        self._store.set(f"{name}/{self.rank}", _DECIDED + (_digest(stands) if stands else ""))
         if self._store.add(f"{name}/count") == len(self.ranks):
-            said = [self._store.get(f"{name}/{rank}").removeprefix(_DECIDED) for rank in self.ranks]
-            self._store.set(name, _DECIDED + conclude(said))
-        if not self._wait(name, self.ranks):
-            keys = {f"{name}/{rank}": rank for rank in self.ranks}
-            raise self._never_came(what, [keys[key] for key in self._store.absent(list(keys))])
-        return self._store.get(name).removeprefix(_DECIDED)
+            self._store.set_first(name, self._counted(name))
+        if not self._wait(name, self.ranks, self.deadline_s if patience_s is None else patience_s):
+            if patience_s is None:
+                keys = {f"{name}/{rank}": rank for rank in self.ranks}
+                raise self._never_came(what, [keys[key] for key in self._store.absent(list(keys))])
+            self._store.set_first(name, _LATE)
+        return _election(self._store.get(name))
+
+    def met(self, key: str) -> Election | None:
+        """What ranks say at the latest: None if one that has met no other in time has still not come."""
+        if self._store is None:
+            return None
+        name = self._name(key)
+        said = self._counted(name) if self._store.add(f"{name}/count", 0) == len(self.ranks) else _LATE
+        return _election(self._store.set_first(f"{name}/last", said))
+
+    def _counted(self, name: str) -> str:
+        """The lowest rank that stands, for how many different things ranks stand. The last to come reads that."""
+        assert self._store is not None
+        said = [(rank, self._store.get(f"{name}/{rank}").removeprefix(_DECIDED)) for rank in self.ranks]
+        standing = {rank: found for rank, found in said if found}
+        return f"{_DECIDED}{min(standing, default='')} {len(set(standing.values()))}"
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{_digest(key)}"
@@ -156,7 +167,7 @@ class Contracts:
     def _follow(self, key: str, what: str, decide: Callable[[], str], leader: int) -> str:
         assert self._store is not None
         name = self._name(key)
-        if not self._wait(name, [leader]):
+        if not self._wait(name, [leader], self.deadline_s):
             raise self._never_came(what, [leader])
         text = self._store.get(name)
         if text.startswith(_FAILED):
@@ -164,29 +175,30 @@ class Contracts:
             raise RanksDiffer(f"contract: rank {leader} could not lower {what}: {text[1:]}")
         return text[1:]
 
-    def _wait(self, name: str, ranks: Sequence[int]) -> bool:
-        """Whether a key is there before the deadline; a rank that compiles is waited for longer."""
+    def _wait(self, name: str, ranks: Sequence[int], seconds: float) -> bool:
+        """Whether a key is there in time; a rank that compiles is waited for longer."""
         assert self._store is not None
         begin = idle_since = time.monotonic()
         asked = [rank for rank in ranks if rank != self.rank][:_ASKED]
-        while not self._came(name):
+        while not self._came(name, seconds):
             now = time.monotonic()
             if any(map(self.is_busy, asked)) and now - begin < max(self.deadline_s, DEADLINE_S):
                 idle_since = now
-            if now - idle_since >= self.deadline_s:
+            if now - idle_since >= seconds:
                 return False
         return True
 
-    def _came(self, name: str) -> bool:
+    def _came(self, name: str, seconds: float) -> bool:
         """Whether a key is there, or comes in a while."""
         assert self._store is not None
-        if self.deadline_s > _LOOK_S:
+        if seconds > _LOOK_S:
             return self._store.wait(name, _LOOK_S)
-        end = time.monotonic() + self.deadline_s
+        begin, pause = time.monotonic(), _FIRST_PAUSE_S
         while not self._store.has(name):  # each wait in vain is a warning of torch's
-            if time.monotonic() > end:
+            if time.monotonic() - begin > seconds:
                 return False
-            time.sleep(_PAUSE_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
         return True
 
     def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
@@ -195,6 +207,13 @@ class Contracts:
             f"contract: rank {self.rank} waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came "
             "so far; want the same calls, flags and modules in use on every rank"
         )
+
+
+def _election(text: str) -> Election | None:
+    if text == _LATE:
+        return None
+    leader, _, kinds = text.removeprefix(_DECIDED).partition(" ")
+    return Election(int(leader) if leader else None, int(kinds) < 2)
 
 
 def _digest(text: str) -> str:

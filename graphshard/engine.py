@@ -215,7 +215,7 @@ class Engine:
             args, kwargs = self._moved_to_device(args, kwargs)
         self.running = True
         self.holdings.begin_forward(module)
-        self.follower.begin_forward()
+        self.follower.begin_forward(module)
         try:
             with capture.tracing(), self.prefetch.forward():
                 result = self._enter(module, method, args, kwargs)

@@ -134,9 +134,10 @@ class Followed:
     ) -> list[Any]:
         """Runs a backward."""
         holdings = self._region.holdings
-        later = self._region.outside_reads | {
-            shard for call in holdings.calls if call.follows() for shard in call.binding.shards
-        }
+        later = set(self._region.outside_reads)
+        for call in holdings.calls:
+            if call.follows():
+                later.update((call.binding if call.role is asked.role else call.sent).shards)
         reduces = {shard.unit: shard.unit.reduce_grads for shard in binding.shards}
         ready = {
             binding.shards[slot].fqn

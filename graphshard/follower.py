@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from graphshard.calls import Backward
 from graphshard.compat import backward_id
@@ -21,8 +23,9 @@ from graphshard.holdings import Holdings
 from graphshard.ir import Direction
 from graphshard.report import Report
 from graphshard.shards import Shard
-from graphshard.signatures import WholeCall, program_key, state_text
+from graphshard.signatures import Role, WholeCall, program_key, state_text
 from graphshard.states import backward_states, forward_states
+from graphshard.variants import Variants
 
 KEPT = "units kept for backward"
 
@@ -42,44 +45,54 @@ class Engine(Protocol):
         """All of the model."""
 
 
-class _AllOf:
-    """What matters of a backward graph that gathers and reduces all parameters of a call."""
-
-    def __init__(self, binding: Binding) -> None:
-        self.gathered = frozenset(range(len(binding.shards)))
-        self.last_gathered: int | None = None
-        self.reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
-
-
 class Follower:
     """What one rank knows of the calls that other ranks make as a whole.
 
     Args:
         engine: of the model.
         is_on: whether calls can be whole at all.
+
+    Attributes:
+        role: of the running call; None: none so far, or all ranks do the same by themselves.
+        finish: does what is left of a backward that is followed.
     """
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
         self._is_on = is_on and engine.contracts.has_peers
-        self._leaders: dict[tuple[str, str], int | None] = {}
-        self._wholes: dict[tuple[str, str], WholeCall] = {}
-        self._mixed: set[tuple[str, str]] = set()  # where ranks use other parameters than each other
+        self._variants: dict[tuple[str, str], Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
+        self._numbers: Counter[str] = Counter()  # of calls, by entry
+        self._module: nn.Module | None = None
+        self._is_known = False  # what the running call is
+        self.role: Role | None = None
         self.forward: Following | None = None
+        self._running: Variants | None = None
         self.backward: Following | None = None
+        self._backward_role: Role | None = None
         self._backward_id = -1
+        self.finish: Callable[[Following], None] = lambda following: None
         self.outside: set[Shard] = set()  # read outside any graph, their gradients still to come
 
-    def begin_forward(self) -> None:
-        """An outermost call begins."""
+    def begin_forward(self, module: nn.Module) -> None:
+        """An outermost call of `module` begins."""
         if not self._engine.holdings.in_backward:
-            self.forward = None
+            self._forget_forward()
+            self._module = module
+            self._numbers[self._engine.holdings.entry.name] += 1
 
-    def whole(self, direction: Direction, structure: str) -> WholeCall | None:
-        """The call that a region is the whole of; None: of none."""
-        found = self._wholes.get((self._engine.holdings.entry.name, str(direction)))
-        return found if found is not None and found.structure == structure else None
+    def _forget_forward(self) -> None:
+        self._is_known, self.role, self.forward, self._running = False, None, None, None
+
+    @property
+    def leader(self) -> int | None:
+        """The rank that decides for the running call; None: the lowest."""
+        return None if self._running is None else self._running.primary.leader
+
+    def role_of(self, structure: str) -> Role | None:
+        """What a region's forward is to the other ranks."""
+        role = self.role
+        return role if role is not None and (role.follows or role.whole.structure == structure) else None
 
     def is_whole(self, broken: bool) -> bool:
         """Whether the region that runs now is all of what the user called."""
@@ -98,53 +111,59 @@ class Follower:
         holdings = self._engine.holdings
         if holdings.in_backward:
             return self.backward
-        if self.forward is not None or not (self._is_on and binding.units):
-            return self.forward
-        is_whole = self.is_whole(broken)
-        key = (holdings.entry.name, str(direction))
-        what = f"the {direction} of '{holdings.entry.name}'"
-        if key not in self._leaders:
-            self._meet(key, what, direction, binding, structure if is_whole else "")
-        if (leader := self._leaders[key]) is None:
-            return None
-        if is_whole and key not in self._mixed:
-            if (known := self._wholes.get(key)) is None or known.binding is not binding:
-                self._wholes[key] = WholeCall(structure, binding, leader)
-            return None
-        whole = self._wholes.get(key)
-        if whole is None or not frozenset(binding.shards) <= frozenset(whole.binding.shards):
-            return None
-        if not is_whole:
-            self._engine.report.note_once(
-                f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in "
-                "the order of the whole"
-            )
-        self.forward = self._following(whole, str(direction), forward_states(holdings, whole.binding))
+        if self._is_on and binding.units and not self._is_known:
+            self._is_known = True
+            self.role = self._role(direction, binding, structure if self.is_whole(broken) else "")
+            if self.role is not None and self.role.follows:
+                states = forward_states(holdings, self.role.whole.binding)
+                self.forward = self._following(self.role.whole, str(direction), states)
         return self.forward
 
-    def _meet(self, key: tuple[str, str], what: str, direction: Direction, binding: Binding, structure: str) -> None:
-        """Learns how the first call of a kind is on the other ranks. `structure`: of the whole call; empty: a part."""
-        contracts = self._engine.contracts
+    def _role(self, direction: Direction, binding: Binding, structure: str) -> Role | None:
+        """What the running call is, by its first region. `structure`: of the whole call; empty: a part."""
+        entry = self._engine.holdings.entry.name
+        key = (entry, str(direction))
+        if key not in self._variants:
+            self._variants[key] = self._meet(f"the {direction} of '{entry}'", direction, binding, structure)
+        if (variants := self._variants[key]) is None:
+            return None
+        self._running = variants
+        if structure:
+            return variants.role(binding, structure, self._numbers[entry])
+        if not frozenset(binding.shards) <= frozenset(variants.primary.binding.shards):
+            return None
+        self._engine.report.note_once(
+            f"{variants.what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by "
+            "bucket, in the order of the whole"
+        )
+        return Role(variants.primary, follows=True)
+
+    def _meet(self, what: str, direction: Direction, binding: Binding, structure: str) -> Variants | None:
+        """Learns how the first call of a kind is on the other ranks; None: a part on all of them."""
+        contracts, report, module = self._engine.contracts, self._engine.report, self._module
         election = contracts.elect(f"leader\n{what}", what, structure)
-        self._leaders[key] = leader = election.leader
-        if leader is None:
-            return
-        names = [shard.fqn for shard in binding.shards]
+        if (leader := election.leader) is None:
+            return None
+
+        def everything() -> WholeCall:
+            assert module is not None
+            inside = {id(inner) for inner in module.modules()}
+            shards = (shard for shard in self._engine.shards if any(id(own) in inside for own, _ in shard.param.owners))
+            return WholeCall(f"all parameters of {what}", _ordered(shards), leader)
+
         if not election.alike:  # a part of the model that some ranks do not use: they gather it all the same
-            self._mixed.add(key)
-            self._engine.report.note_once(
-                f"{what}: ranks use other parameters than each other: each gathers and reduces those of all, zeros for "
-                "what it does not use"
-            )
-            used = contracts.union(f"used\n{what}", what, names if structure else [])
-            self._wholes[key] = self._whole_of(f"mixed {what}", [name for name in used if name], leader)
-            return
+            found = Variants(contracts, what, everything(), everything, report.note_once)
+            found.differs(by_all=True)
+            return found
+        names = [shard.fqn for shard in binding.shards]
         text = contracts.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names]), leader)
-        if not structure:
-            said, names = json.loads(text)
-            other = self._wholes[key] = self._whole_of(said, names, leader)
-            if direction == "forward" and self._engine.chooses_kept(other.binding.unit_set):
-                self._keep_units(other)
+        if structure:
+            return Variants(contracts, what, WholeCall(structure, binding, leader), everything, report.note_once)
+        said, names = json.loads(text)
+        whole = self._whole_of(said, names, leader)
+        if direction == "forward" and self._engine.chooses_kept(whole.binding.unit_set):
+            self._keep_units(whole)
+        return Variants(contracts, what, whole, everything, report.note_once)
 
     def _keep_units(self, whole: WholeCall) -> None:
         """Lets the units stay gathered for backward that the deciding rank lets stay."""
@@ -160,42 +179,57 @@ class Follower:
         by_name = {shard.fqn: shard for shard in self._engine.shards}
         if missing := [name for name in names if name not in by_name]:
             raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
-        shards = sorted((by_name[name] for name in names), key=lambda shard: (shard.unit.position, shard.index))
-        binding = Binding(tuple(shards))
-        return WholeCall(structure, binding, leader)
+        return WholeCall(structure, _ordered(by_name[name] for name in names), leader)
 
     def of_backward(self, asked: Backward) -> Following | None:
-        """What the running backward follows; None: nothing, as its forward."""
+        """What the running backward follows; None: nothing, as its forward.
+
+        Raises:
+            RanksDiffer: it goes from one call to another and back.
+        """
         if (number := backward_id()) != self._backward_id:
-            self._backward_id, self.backward = number, None
-        if self.backward is None and asked.follows_whole:
-            self.backward = self.extending(asked)
+            self._backward_id, self.backward, self._backward_role = number, None, None
+        role = asked.role
+        if role is None or role is self._backward_role:
+            return self.backward
+        if self.backward is not None:  # of a later call, which ends before this one on the other ranks
+            if any(call.role is self._backward_role and call.follows() for call in self._engine.holdings.calls):
+                raise RanksDiffer(
+                    "contract: backward comes to an earlier call before it has ended a later one, which a rank whose "
+                    "graphs break where those of others do not cannot follow; call backward for each of them"
+                )
+            self.finish(self.backward)
+        self.backward, self._backward_role = self.extending(asked) if role.follows else None, role
         return self.backward
 
-    def reads_outside(self, shard: Shard) -> WholeCall | None:
-        """Is told that a parameter is read outside any graph; returns the call that this is a part of, if it is."""
+    def reads_outside(self, shard: Shard) -> Role | None:
+        """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
         if self.forward is None:
             return None
         if torch.is_grad_enabled() and shard.leaf.requires_grad:
             self.outside.add(shard)
-        return self.forward.whole
+        return self.role
 
-    def outside_backward(self, shard: Shard, whole: WholeCall | None) -> None:
+    def outside_backward(self, shard: Shard, role: Role | None) -> None:
         """Is told that the gradient of such a read is there."""
         self.outside.discard(shard)
-        if whole is not None:
-            self.of_backward(Backward(whole=whole, follows_whole=True))
+        if role is not None:
+            self.of_backward(Backward(role=role))
 
     def extending(self, asked: Backward) -> Following | None:
         """What a backward of a whole call follows, whose graph sends less than others'; None: it is no whole call."""
-        if asked.whole is None:
+        if (role := asked.role) is None:
             return None
-        binding, nothing = asked.whole.binding, frozenset[int]()
-        usual = Backward(asked.entry, inputs_only=asked.inputs_only)
-        graph = _AllOf(binding)
-        dead = frozenset(graph.reduced) if asked.inputs_only else nothing
-        states = backward_states(self._engine.holdings, graph, binding, usual, dead, frozenset(), frozenset())
-        return self._following(asked.whole, "backward", states)
+        binding = role.whole.binding
+        again = frozenset[Shard]()
+        for call in self._engine.holdings.calls:
+            if call.role is not role and call.follows():
+                again |= binding.overlap(call.sent)
+        usual = Backward(asked.entry, again=again, inputs_only=asked.inputs_only)
+        reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
+        dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
+        states = backward_states(self._engine.holdings, reduced, binding, usual, dead, frozenset())
+        return self._following(role.whole, "backward", states)
 
     def _following(self, whole: WholeCall, direction: str, states: Sequence[UnitState]) -> Following:
         state = state_text(whole.binding, states, direction == "backward")
@@ -219,14 +253,19 @@ class Follower:
 
     def end_backward(self) -> Following | None:
         """The running backward ends; returns what it has followed."""
-        found, self.backward, self._backward_id = self.backward, None, -1
+        found, self.backward, self._backward_role, self._backward_id = self.backward, None, None, -1
         self.outside.clear()
         return found
 
-    def end_forward(self) -> Following | None:
-        """The outermost call ends; returns what it has followed."""
-        found, self.forward = self.forward, None
-        return found
+    def end_forward(self) -> None:
+        """The outermost call has ended, and all that it sent."""
+        if self._running is not None and self.forward is not None:
+            self._running.end_call()
+        self._forget_forward()
+
+
+def _ordered(shards: Iterable[Shard]) -> Binding:
+    return Binding(tuple(sorted(shards, key=lambda shard: (shard.unit.position, shard.index))))
 
 
 def _size(contract: Contract) -> int:

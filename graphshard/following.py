@@ -198,6 +198,9 @@ def extra_args(gathers: Sequence[Shard], reductions: Sequence[Shard]) -> list[to
     """The further arguments of such a graph; what the shards held is theirs no more."""
     found = [shard.leaf.detach() for shard in _once(gathers, reductions)]
     for shard in reductions:
+        if shard.pending is not None:  # of a later call
+            shard.hold(shard.pending, shared=True)
+            shard.pending = None
         if shard.held is None:  # this rank did not use it
             spec = shard.spec()
             found.append(torch.zeros(spec.size, dtype=spec.reduce_dtype, device=shard.unit.device))

@@ -27,7 +27,6 @@ class MarkedGraph:
         slots: (placeholder of a shard, its position among the arguments), in argument order.
         gathered: slots that are gathered.
         gather_order: the same slots, in the order of their gathers.
-        last_gathered: the slot that is gathered last, None if none is.
         reduced: slot -> position among the results of its reduced gradient.
         last_reduced: the slot whose gradient is reduced last, None if none is.
         tangents: placeholders of the gradients of outputs.
@@ -43,7 +42,6 @@ class MarkedGraph:
     slots: list[tuple[str, int]]
     gathered: frozenset[int]
     gather_order: tuple[int, ...]
-    last_gathered: int | None
     reduced: dict[int, int]
     last_reduced: int | None
     tangents: list[str]
@@ -95,7 +93,6 @@ def marked_graph(
         slots,
         frozenset(gathers),
         tuple(dict.fromkeys(gathers)),
-        gathers[-1] if gathers else None,
         {owners[result]: i for i, result in enumerate(output_args(gm.graph)) if result in owners},
         list(owners.values())[-1] if owners else None,
         [node.name for node in gm.graph.nodes if is_tangent(node)],

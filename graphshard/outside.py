@@ -12,7 +12,7 @@ from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.report import ProgramRecord
 from graphshard.shards import Shard
-from graphshard.signatures import WholeCall
+from graphshard.signatures import Role
 from graphshard.unit_programs import UnitPrograms
 
 
@@ -52,8 +52,8 @@ class OutsideGathers:
         """
         key = (id(shard), torch.is_grad_enabled())
         if (full := self._gathered.get(key)) is None:
-            whole = self._follower.reads_outside(shard)
-            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, whole, forward, backward)  # type: ignore[no-untyped-call]
+            role = self._follower.reads_outside(shard)
+            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, role, forward, backward)  # type: ignore[no-untyped-call]
             full = gathered
             if keep:
                 self._gathered[key] = full
@@ -66,10 +66,10 @@ class OutsideGathers:
             full = self._programs.launch_gather([shard], record).wait()[0]
         return full.data  # the same memory, but no view: a forward may write into it
 
-    def run_backward(self, shard: Shard, grad: Tensor, whole: WholeCall | None, record: ProgramRecord | None) -> None:
-        """Does with a gradient what the flags say now. `whole`: the call that its forward was a part of, if it was."""
+    def run_backward(self, shard: Shard, grad: Tensor, role: Role | None, record: ProgramRecord | None) -> None:
+        """Does with a gradient what the flags say now. `role`: of the call that read it."""
         self._backward_runs()
-        self._follower.outside_backward(shard, whole)
+        self._follower.outside_backward(shard, role)
         shard.hold(grad, shared=True)
         self._active.add(shard.unit)
         if record is None:
@@ -87,17 +87,17 @@ class _Gather(torch.autograd.Function):
         leaf: Tensor,
         shard: Shard,
         gathers: OutsideGathers,
-        whole: WholeCall | None,
+        role: Role | None,
         forward: ProgramRecord | None,
         backward: ProgramRecord | None,
     ) -> Tensor:
-        ctx.state = (shard, gathers, whole, backward)
+        ctx.state = (shard, gathers, role, backward)
         if forward is None:
             shard.report.eager_unshards[shard.fqn] += 1
         return gathers.run_forward(shard, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        shard, gathers, whole, record = ctx.state
-        gathers.run_backward(shard, grads[0], whole, record)
+        shard, gathers, role, record = ctx.state
+        gathers.run_backward(shard, grads[0], role, record)
         return None, None, None, None, None, None

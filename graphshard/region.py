@@ -129,11 +129,10 @@ class Region:
         made, binding = self._made, self._made.binding(graph)
         made.structure = structure(binding, self._input_grads, engine.follower.is_whole(self._broken))
         following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken)
+        made.leader = engine.follower.leader
         if following is not None:
             self._followed.lower_forward(graph, binding, following)
             return boxed(lambda args: self._run_forward(graph, args))
-        call = engine.follower.whole(graph.direction, made.structure)
-        made.leader = None if call is None else call.leader
         whole = engine.holdings.wanted_whole(binding.parts, self._broken) | engine.prefetch.outside(binding)
         if engine.planning is not None and direction == "forward":
             backward = engine.planning.take_backward()
@@ -186,13 +185,13 @@ class Region:
             holdings.finish_gathers(binding.units)
             holdings.regions_run += 1
             if graph.direction == "forward":
-                self.calls.begin(binding, holdings.entry, following.whole, follows=True)
+                self.calls.begin(binding, holdings.entry, follower.role_of(self._made.structure))
             return self._followed.forward(graph, binding, args, following)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry, follower.whole(graph.direction, self._made.structure))
+            self.calls.begin(binding, holdings.entry, follower.role_of(self._made.structure))
         program = self._program(graph, binding, forward_states(holdings, binding))
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
@@ -257,7 +256,7 @@ class Region:
         behind = frozenset[Unit]()
         if engine.deferred is None:
             behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
-        states = backward_states(engine.holdings, graph, binding, asked, dead, split, behind)
+        states = backward_states(engine.holdings, graph.reduced, binding, asked, dead, split, behind)
         if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
         try:

@@ -10,6 +10,7 @@ from graphshard import region
 from graphshard.compat import boxed_graph
 from graphshard.dispatch import Binding
 from graphshard.followed import Followed
+from graphshard.following import Following
 from graphshard.ir import Direction
 from graphshard.shards import Shard
 
@@ -29,6 +30,7 @@ class Rest:
     def __init__(self, engine: Engine, followed: Followed) -> None:
         self._engine = engine
         self._followed = followed
+        engine.follower.finish = self._finish
 
     @torch.no_grad()
     def bring(self, shard: Shard) -> bool:
@@ -42,15 +44,20 @@ class Rest:
     @torch.no_grad()
     def finish_forward(self) -> None:
         """A forward ends."""
-        if (following := self._engine.follower.end_forward()) is not None:
+        follower = self._engine.follower
+        if follower.forward is not None and not self._engine.holdings.in_backward:
             inference = self._engine.holdings.is_inference
-            self._followed.finish(following, "inference" if inference else "forward")
+            self._followed.finish(follower.forward, "inference" if inference else "forward")
+            follower.end_forward()
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """A backward ends."""
         if (following := self._engine.follower.end_backward()) is not None:
-            self._followed.finish(following, "backward")
+            self._finish(following)
+
+    def _finish(self, following: Following) -> None:
+        self._followed.finish(following, "backward")
 
 
 def rest_of_contracts(engine: Engine) -> Rest:

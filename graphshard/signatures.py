@@ -29,6 +29,19 @@ class WholeCall:
     leader: int
 
 
+@dataclass
+class Role:
+    """What a call of this rank is to the other ranks.
+
+    Attributes:
+        whole: the call as they make it.
+        follows: whether this rank's programs are parts of that, or use fewer parameters.
+    """
+
+    whole: WholeCall
+    follows: bool
+
+
 def ordered_units(binding: Binding) -> list[Unit]:
     """The units of a call in the model's order, which is not that of its graph."""
     return sorted(binding.units, key=lambda unit: unit.position)

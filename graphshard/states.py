@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
 from graphshard.calls import Backward
 from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, UnitState
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.shards import POST_FORWARD, RESIDENT
-
-
-class Backwards(Protocol):
-    """What matters here of a backward graph with markers."""
-
-    gathered: frozenset[int]
-    last_gathered: int | None
-    reduced: dict[int, int]
 
 
 def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] = frozenset()) -> list[UnitState]:
@@ -42,7 +34,7 @@ def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] 
 
 def backward_states(
     holdings: Holdings,
-    graph: Backwards,
+    reduced: Mapping[int, int],
     binding: Binding,
     asked: Backward,
     dead: frozenset[int],
@@ -53,15 +45,16 @@ def backward_states(
 
     Args:
         holdings: of the model.
-        graph: the backward graph.
+        reduced: slot -> position of its gradient among the results.
         binding: the call's shards.
         asked: what the running backward asks.
         dead: positions of results without a gradient.
         split: units that are gathered and reduced as a whole.
         behind: units that are reduced behind the program.
     """
-    shards, reduced, again = binding.shards, graph.reduced, asked.again
-    last = None if graph.last_gathered is None else shards[graph.last_gathered].unit
+    shards, again = binding.shards, asked.again
+    # By the model's order: what a graph gathers last is the partitioner's choice, which depends on shapes.
+    last = min((unit for unit in binding.units if unit not in asked.entry.units), key=_position, default=None)
     states = []
     for unit, slots in zip(binding.units, binding.slots, strict=True):
         bits: tuple[int, ...] = ()
@@ -80,3 +73,7 @@ def backward_states(
         reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split and unit not in behind
         states.append(UnitState(unit.backward_settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
     return states
+
+
+def _position(unit: Unit) -> int:
+    return unit.position

@@ -69,10 +69,29 @@ def test_lowest_rank_that_stands_is_elected() -> None:
     assert together(ranks(3), lambda c: c.elect("key", "it", "")) == [Election(None, True)] * 3
 
 
-def test_ranks_that_stand_for_different_things_are_told_and_share_their_names() -> None:
+def test_ranks_that_stand_for_different_things_are_told() -> None:
     found = together(ranks(3), lambda c: c.elect("key", "it", f"whole {c.rank}"))
     assert found == [Election(0, False)] * 3
-    assert together(ranks(3), lambda c: c.union("names", "it", ["a", f"b{c.rank}"])) == [["a", "b0", "b1", "b2"]] * 3
+
+
+def test_ranks_that_meet_are_told_whether_they_are_alike() -> None:
+    assert together(ranks(3), lambda c: c.meet("key", "it", "same", 5.0)) == [Election(0, True)] * 3
+    assert together(ranks(2), lambda c: c.meet("key", "it", f"of {c.rank}", 5.0)) == [Election(0, False)] * 2
+
+
+def test_rank_that_meets_nobody_in_time_decides_so_for_those_that_come_later() -> None:
+    first, second, third = ranks(3)
+    assert together([first, second], lambda c: c.meet("key", "it", "same", 0.1)) == [None, None]
+    assert third.meet("key", "it", "same", 0.1) is None
+    assert together([first, second, third], lambda c: c.met("key")) == [Election(0, True)] * 3
+
+
+def test_what_ranks_have_said_at_the_latest_is_decided_once() -> None:
+    first, second = ranks(2)
+    assert first.meet("key", "it", "same", 0.1) is None
+    assert first.met("key") is None
+    assert second.meet("key", "it", "same", 0.1) is None
+    assert (second.met("key"), first.met("key")) == (None, None)
 
 
 def test_decision_that_never_comes_names_the_rank_and_the_program() -> None:
