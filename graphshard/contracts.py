@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from graphshard.agreement import without_peers
+from graphshard.agreement import Posted, post, without_peers
 from graphshard.compat_store import default_store
 from graphshard.errors import RanksDiffer
-from graphshard.rank_store import RankStore
+from graphshard.rank_store import RankStore, Store
 
 # As long as the deciding rank may take to come to the same program: the time-out of NCCL's collectives.
 DEADLINE_S = 600.0
@@ -26,7 +26,7 @@ _DECIDED, _FAILED, _LATE = "+", "-", "late"
 _LOOK_S = 60.0
 # Between looks for a key, where the deadline is shorter than that.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.02
-# So many ranks are asked, of those that are waited for.
+# So many ranks are asked whether they compile, of those that are waited for.
 _ASKED = 8
 
 
@@ -47,6 +47,8 @@ class Contracts:
         rank: this rank.
         ranks: all of them; the lowest decides, where no other was elected.
         deadline_s: most seconds to wait for another rank that is not busy.
+        posted: what ranks compare at the first decision; its number tells the decisions of a job that was started
+            again from those of the run before, whose store is still there. None: there was none before.
 
     Attributes:
         is_busy: says of a rank whether it compiles: it is waited for.
@@ -59,8 +61,10 @@ class Contracts:
         rank: int = 0,
         ranks: Sequence[int] = (0,),
         deadline_s: float = DEADLINE_S,
+        posted: Posted | None = None,
     ) -> None:
         self._store = store
+        self._posted = posted
         self._prefix = prefix
         self.rank = rank
         self.ranks = tuple(sorted(ranks))
@@ -128,9 +132,9 @@ class Contracts:
         self._store.set(f"{name}/{self.rank}", _DECIDED + (_digest(stands) if stands else ""))
         if self._store.add(f"{name}/count") == len(self.ranks):
             self._store.set_first(name, self._counted(name))
-        if not self._wait(name, self.ranks, self.deadline_s if patience_s is None else patience_s):
+        keys = {f"{name}/{rank}": rank for rank in self.ranks}
+        if not self._wait(name, keys, self.deadline_s if patience_s is None else patience_s):
             if patience_s is None:
-                keys = {f"{name}/{rank}": rank for rank in self.ranks}
                 raise self._never_came(what, [keys[key] for key in self._store.absent(list(keys))])
             self._store.set_first(name, _LATE)
         return _election(self._store.get(name))
@@ -151,6 +155,9 @@ class Contracts:
         return f"{_DECIDED}{min(standing, default='')} {len(set(standing.values()))}"
 
     def _name(self, key: str) -> str:
+        if self._posted is not None:
+            self._posted.compare(self.deadline_s)
+            self._prefix, self._posted = f"{self._prefix}/{self._posted.drawn}", None
         return f"{self._prefix}/{_digest(key)}"
 
     def _lead(self, key: str, decide: Callable[[], str]) -> str:
@@ -167,7 +174,7 @@ class Contracts:
     def _follow(self, key: str, what: str, decide: Callable[[], str], leader: int) -> str:
         assert self._store is not None
         name = self._name(key)
-        if not self._wait(name, [leader], self.deadline_s):
+        if not self._wait(name, {name: leader}, self.deadline_s):
             raise self._never_came(what, [leader])
         text = self._store.get(name)
         if text.startswith(_FAILED):
@@ -175,14 +182,16 @@ class Contracts:
             raise RanksDiffer(f"contract: rank {leader} could not lower {what}: {text[1:]}")
         return text[1:]
 
-    def _wait(self, name: str, ranks: Sequence[int], seconds: float) -> bool:
-        """Whether a key is there in time; a rank that compiles is waited for longer."""
+    def _wait(self, name: str, keys: Mapping[str, int], seconds: float) -> bool:
+        """Whether a key is there in time; a rank that compiles, and whose own of `keys` is missing, is waited for
+        longer.
+        """
         assert self._store is not None
         begin = idle_since = time.monotonic()
-        asked = [rank for rank in ranks if rank != self.rank][:_ASKED]
         while not self._came(name, seconds):
             now = time.monotonic()
-            if any(map(self.is_busy, asked)) and now - begin < max(self.deadline_s, DEADLINE_S):
+            missing = [keys[key] for key in self._store.absent(list(keys)[:_ASKED]) if keys[key] != self.rank]
+            if any(map(self.is_busy, missing)) and now - begin < max(self.deadline_s, DEADLINE_S):
                 idle_since = now
             if now - idle_since >= seconds:
                 return False
@@ -225,5 +234,10 @@ def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | No
     if len(ranks) < 2 or without_peers(group):
         return Contracts(None)
     names = hashlib.sha256(",".join(map(str, sorted(ranks))).encode()).hexdigest()[:12]
-    store = RankStore(default_store(), f"contract: rank {dist.get_rank()}")
-    return Contracts(store, f"graphshard/contract/{names}/{model}", dist.get_rank(), ranks)
+    return posted_contracts(default_store(), f"graphshard/contract/{names}/{model}", model, dist.get_rank(), ranks)
+
+
+def posted_contracts(store: Store, prefix: str, model: str, rank: int, ranks: Sequence[int]) -> Contracts:
+    """The same, with a store. The lowest rank shows at once that it is there."""
+    posted = post(store, prefix, f"the contracts of {model}", rank, ranks, [model], subject="the models they compile")
+    return Contracts(RankStore(store, f"contract: rank {rank}"), prefix, rank, ranks, posted=posted)

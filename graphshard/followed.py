@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,19 +89,31 @@ class Followed:
         self._forward_step(graph, binding, following, late=False)
 
     def forward(self, graph: MarkedGraph, binding: Binding, args: list[Any], following: Following) -> list[Any]:
-        """Runs a forward, or one that a checkpoint recomputes; what it gathers stays for the rest of the pass."""
+        """Runs a forward, or one that a checkpoint recomputes; what it gathers stays for the programs to come."""
         step = self._forward_step(graph, binding, following)
         results, fulls, _ = self._run(step, graph, args, following)
         self._keep(step, fulls)
+        if not self._region.holdings.in_backward:
+            following.use(binding.shards)
+            self._free(following, (*binding.shards, *step.gathers))
         return results
 
-    def bring(self, following: Following, direction: Direction, fqns: Collection[str]) -> None:
-        """Gathers parameters that no graph does."""
-        buckets = following.part(fqns, (), lambda shard: True, f"the {direction} outside any graph")
+    def _free(self, following: Following, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            if shard.is_for_one_program and following.is_used_up(shard):
+                shard.reshard()
+
+    def bring(self, following: Following, direction: Direction, shard: Shard) -> None:
+        """Gathers a parameter that is read outside any graph."""
+        following.use([shard], outside=True)
+        if shard.full is not None:
+            return
+        buckets = following.part([shard.fqn], (), lambda shard: True, f"the {direction} outside any graph")
         graph = marked_graph(empty_graph(direction), direction, [], {}, None)
         step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
         _, fulls, _ = self._run(step, graph, [], following)
         self._keep(step, fulls)
+        self._free(following, step.gathers)
 
     def _forward_step(self, graph: MarkedGraph, binding: Binding, following: Following, late: bool = True) -> _Step:
         missing = self._missing(graph, binding)
@@ -198,6 +210,7 @@ class Followed:
         _, fulls, reduced = self._run(step, graph, [], following)
         if direction == "forward":
             self._keep(step, fulls)
+            self._free(following, step.gathers)
         self._deliver(step.reductions, reduced)
 
     # -- both

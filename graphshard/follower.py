@@ -114,9 +114,10 @@ class Follower:
         if self._is_on and binding.units and not self._is_known:
             self._is_known = True
             self.role = self._role(direction, binding, structure if self.is_whole(broken) else "")
-            if self.role is not None and self.role.follows:
+            if self.role is not None and self.role.follows and self._running is not None:
                 states = forward_states(holdings, self.role.whole.binding)
                 self.forward = self._following(self.role.whole, str(direction), states)
+                self.forward.usual = self._running.usual
         return self.forward
 
     def _role(self, direction: Direction, binding: Binding, structure: str) -> Role | None:
@@ -260,7 +261,7 @@ class Follower:
     def end_forward(self) -> None:
         """The outermost call has ended, and all that it sent."""
         if self._running is not None and self.forward is not None:
-            self._running.end_call()
+            self._running.end_call(self.forward.uses)
         self._forget_forward()
 
 

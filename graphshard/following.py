@@ -7,6 +7,8 @@ handed on to them; what it reduces of other regions' gradients is taken in.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,12 +52,16 @@ class Following:
         contract: of its forward or backward.
         shards: its parameters by FQN.
         done: how many buckets were launched.
+        uses: how many programs have used each parameter; infinitely many where it is read outside any graph.
+        usual: the same of earlier passes, the most of each.
     """
 
     whole: WholeCall
     contract: Contract
     shards: Mapping[str, Shard] = field(init=False)
     done: int = 0
+    uses: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    usual: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shards = {shard.fqn: shard for shard in self.whole.binding.shards}
@@ -114,6 +120,15 @@ class Following:
             return None
         waiting = (fqn for fqn in bucket.members if fqn not in ready and is_expected(self.shards[fqn]))
         return next(waiting, None)
+
+    def use(self, shards: Sequence[Shard], outside: bool = False) -> None:
+        """Is told that a program uses parameters."""
+        for shard in shards:
+            self.uses[shard.fqn] += math.inf if outside else 1
+
+    def is_used_up(self, shard: Shard) -> bool:
+        """Whether no program to come will use a parameter that one has used, as far as earlier passes tell."""
+        return self.uses[shard.fqn] >= self.usual.get(shard.fqn, math.inf)
 
     def rest(self) -> tuple[PlannedBucket, ...]:
         """The buckets that no program has launched."""

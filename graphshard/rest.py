@@ -37,8 +37,8 @@ class Rest:
         """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
         direction: Direction = "inference" if self._engine.holdings.is_inference else "forward"
         following = self._engine.follower.of_forward(direction, Binding((shard,)), "", broken=True)
-        if following is not None and shard.full is None:
-            self._followed.bring(following, direction, [shard.fqn])
+        if following is not None:
+            self._followed.bring(following, direction, shard)
         return following is not None
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ the ranks that never asked send, with zeros where it computes nothing; so do all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,9 @@ class Variants:
         say: takes a note.
 
     Attributes:
-        what, primary: as given; the widest call that all ranks have made is primary.
+        what: as given.
+        primary: as given; then the widest call that all ranks have made.
+        usual: how many programs of this rank use each parameter of a call in which it follows, the most so far.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Variants:
         self._differ = False
         self._alike: Counter[str] = Counter()
         self._question: _Question | None = None
+        self.usual: dict[str, float] = {}
 
     def role(self, binding: Binding, structure: str, number: int) -> Role:
         """What a call is that one graph covers on this rank.
@@ -99,8 +102,13 @@ class Variants:
         self.differs(by_all=True)
         return Role(self.primary, follows=True)
 
-    def end_call(self) -> None:
-        """The call has ended: all that it sent has arrived, so who made the same call has said so."""
+    def end_call(self, uses: Mapping[str, float]) -> None:
+        """A call that follows has ended: all that it sent has arrived, so who made the same call has said so.
+
+        Args:
+            uses: how many programs have used each parameter.
+        """
+        self.usual |= {fqn: max(count, self.usual.get(fqn, 0)) for fqn, count in uses.items()}
         question, self._question = self._question, None
         if question is None:
             return

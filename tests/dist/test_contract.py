@@ -31,11 +31,12 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
         self.breaks = False
+        self.at_break: Callable[[], None] = torch._dynamo.graph_break
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
         if self.breaks:
-            torch._dynamo.graph_break()
+            self.at_break()
         return x + self.down(torch.relu(inner))
 
 
@@ -349,6 +350,37 @@ def wakes_alone() -> None:
 
 def test_expert_that_one_rank_alone_begins_to_use_is_refused(two_ranks: WorkerPool) -> None:
     two_ranks.run(wakes_alone)
+
+
+# -- memory
+
+
+def gathered_at_breaks() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    # One unit a block: the contract has a bucket for each.
+    units = [f"layers.{number}" for number in range(6)]
+    model: Any = graphshard.compile(
+        Blocks(6), init_device_mesh("cpu", (2,)), units=units, backend="aot_eager", plan="fsdp2"
+    )
+    seen: list[int] = []
+
+    @torch.compiler.disable
+    def count() -> None:
+        seen.append(sum(shard.full is not None for shard in engine_of(model).shards))
+
+    for step in range(3):
+        seen.clear()
+        for layer in model.layers:
+            layer.at_break, layer.breaks = count, rank == 1 and step > 0
+        model(features(step, 4)).square().mean().backward()
+        if rank == 1 and step:
+            # A layer's own four, those of the next, and those of the root.
+            assert (seen[-1] >= 20) if step == 1 else all(found <= 12 for found in seen), f"step {step}: {seen}"
+
+
+def test_rank_whose_graphs_break_frees_what_it_will_not_use_again(two_ranks: WorkerPool) -> None:
+    two_ranks.run(gathered_at_breaks)
 
 
 # -- several calls before a backward

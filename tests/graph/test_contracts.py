@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from graphshard.contracts import Contracts, Election
+from graphshard.contracts import Contracts, Election, posted_contracts
 from graphshard.errors import RanksDiffer
 from graphshard.rank_store import RankStore
 
@@ -86,6 +87,12 @@ def test_rank_that_meets_nobody_in_time_decides_so_for_those_that_come_later() -
     assert together([first, second, third], lambda c: c.met("key")) == [Election(0, True)] * 3
 
 
+def test_ranks_that_wait_for_a_third_are_not_taken_to_be_busy() -> None:
+    first, second, third = ranks(3)
+    first.is_busy = second.is_busy = lambda rank: rank != third.rank
+    assert together([first, second], lambda c: c.meet("key", "it", "same", 0.1)) == [None, None]
+
+
 def test_what_ranks_have_said_at_the_latest_is_decided_once() -> None:
     first, second = ranks(2)
     assert first.meet("key", "it", "same", 0.1) is None
@@ -121,6 +128,18 @@ def test_rank_that_compiles_is_waited_for_beyond_the_deadline() -> None:
         return own.settle("key", "it", lambda: "decided")
 
     assert together([first, second], settle) == ["decided"] * 2
+
+
+def test_job_that_is_started_again_decides_anew_in_the_same_store() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    for run in ("first", "second"):
+        own = [posted_contracts(store, "net", "Net0", rank, (0, 1)) for rank in range(2)]
+        assert together(own, partial(settled, run=run)) == [f"{run} of 0"] * 2
+        assert together(own, lambda c: c.meet("call 1", "it", "same", 0.1)) == [Election(0, True)] * 2
+
+
+def settled(own: Contracts, run: str) -> str:
+    return own.settle("key", "it", lambda: f"{run} of {own.rank}")
 
 
 def test_failure_of_the_leader_reaches_the_others_by_its_words() -> None:
