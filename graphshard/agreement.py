@@ -15,7 +15,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Posted:
         advice: what to do where they differ.
         drawn: the lead's number; of other ranks, that of the lead that they have heard last.
         failure: what the comparison ended with, to be said again.
+        differs: whether that was a difference between ranks, not a rank that did not come.
     """
 
     store: RankStore
@@ -65,6 +66,7 @@ class Posted:
     advice: str = "want the same calls on every rank, so look for a branch or a graph break that depends on the rank"
     drawn: str = ""
     failure: str = ""
+    differs: bool = field(default=False, init=False)
 
     @property
     def lead(self) -> int:
@@ -92,6 +94,18 @@ class Posted:
                 return
             self.failure = self._told(verdict, deadline_s if time.monotonic() - begin >= deadline_s else None)
         raise RanksDiffer(self.failure)
+
+    def forget(self) -> None:
+        """Takes out of the store what this rank has put there.
+
+        Of the lead: once a later comparison of the same ranks has ended well. Of the others: once two have, since what
+        they counted must outlive what the lead shows.
+        """
+        if self.rank != self.lead:
+            self.store.delete(self._at(str(self.rank)), f"{self.key}/here/{self.rank}")
+            return
+        parts = ("verdict", "called", "alike", "given_up", f"text/{self.lead}")
+        self.store.delete(*map(self._at, parts), f"{self.key}/here", f"{self.key}/lead")
 
     def _at(self, part: str) -> str:
         return f"{self.key}/{self.drawn}/{part}"
@@ -189,6 +203,7 @@ class Posted:
         """A verdict in words. `waited_s`: how long this rank waited in vain."""
         kind, by, *words = verdict.split()
         if kind == "differs":
+            self.differs = True
             return self._difference(int(by))
         missing = [int(rank) for rank in words[1].split(",")]
         want = "want the same calls on every rank"
@@ -264,7 +279,7 @@ def without_peers(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) in WITHOUT_PEERS
 
 
-def group_key(group_name: str, ranks: Sequence[int], number: int) -> str:
+def group_key(group_name: str, ranks: Sequence[int], number: int | str) -> str:
     """The key of a comparison within a group. Groups that were split off together may have one name."""
     return f"graphshard/agreement/{group_name}/{_digest([str(sorted(ranks))])}/{number}"
 

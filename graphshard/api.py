@@ -12,19 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import capture, fsdp2
 from graphshard.backend import BACKENDS
 from graphshard.compat import check_torch_version
 from graphshard.driver import check_environment
 from graphshard.engine import Engine, Options
+from graphshard.executed import check_compare_every
 from graphshard.faults import check_deadline, watch
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planned_programs import planned_so_far
 from graphshard.planning_options import PLANS, make_planning
 from graphshard.ranks_alike import post_settings
 from graphshard.report import Report
+from graphshard.sharding_arguments import check_parameters, check_placements, check_reshard
 from graphshard.units import resolve_units
 
 REGIONS = ("model", "unit")
@@ -51,6 +52,7 @@ def compile(
     hardware: str | None = None,
     strict: bool = False,
     deadline_s: float | None = None,
+    compare_every: int | None = None,
 ) -> nn.Module:
     """Shards a model in place with FSDP2 and compiles it, collectives included; returns the same object.
 
@@ -86,6 +88,9 @@ def compile(
         strict: makes an error of what would run in eager FSDP2 with a warning.
         deadline_s: most seconds that a launch or wait of a collective may take, before the process ends and says which
             ranks are missing; None: a little less than the process group's time-out.
+        compare_every: after so many calls of the model, at the beginning of the next one, ranks compare which
+            collectives they have executed since they did last, and wait for each other as long as `deadline_s`, 60 s at
+            least; None: never. The model's own collectives, and those of eager FSDP2, are left out.
 
     Returns:
         `model`.
@@ -97,13 +102,14 @@ def compile(
         UnsupportedModel: `strict` and something is not compiled.
 
     Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
-    no plan fits `memory_budget`, `RanksDiffer` where ranks do not plan alike, and `CommunicationFailed` where a
-    collective fails.
+    no plan fits `memory_budget`, `RanksDiffer` where ranks do not plan alike, or have executed other collectives than
+    each other, and `CommunicationFailed` where a collective fails.
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)
     _check_plan(plan)
     check_deadline(deadline_s)
+    check_compare_every(compare_every)
     _check_types(
         fullgraph=fullgraph,
         dynamic=dynamic,
@@ -119,7 +125,7 @@ def compile(
         raise RuntimeError(
             "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
         )
-    options = Options(backend, regions, fullgraph, dynamic, strict)
+    options = Options(backend, regions, fullgraph, dynamic, strict, compare_every)
     sharding = {
         "units": units,
         "reshard_after_forward": reshard_after_forward,
@@ -139,11 +145,11 @@ def compile(
     else:
         mesh = _check_mesh(model, mesh)
         kind = mesh.device_type
-        _check_parameters(model, ignored_params or set())
+        check_parameters(model, ignored_params or set())
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            _check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+            check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
         if callable(shard_placement_fn) and strategy == "fully_shard":
-            _check_placements(model, mesh, shard_placement_fn, ignored_params or set())
+            check_placements(model, mesh, shard_placement_fn, ignored_params or set())
     if auto and plan == "fsdp2":
         raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
     if regions == "unit" and not (isinstance(plan, str) and plan in PLANS):
@@ -156,7 +162,8 @@ def compile(
     if not annotated and mesh is not None:
         _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[capture.ENGINE] = Engine(model, options, planning)
-    settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *planning.settings)
+    compares = () if compare_every is None else (f"compare_every {compare_every}",)
+    settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *compares, *planning.settings)
     planning.posts = post_settings(engine.name, engine.units, settings)
     watch(engine, deadline_s)
     return model
@@ -243,47 +250,6 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
                 "move the model first"
             )
     return mesh
-
-
-def _check_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Refuses what `fully_shard` would refuse, before it has sharded anything."""
-    for name, param in model.named_parameters():
-        if param in ignored:
-            continue
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"compile: parameter '{name}' is not initialized yet; run the lazy module once before")
-        if param.ndim == 0:
-            raise ValueError(f"compile: parameter '{name}' is a scalar; make it a tensor of one element, shape [1]")
-        if not param.is_contiguous():
-            raise NotImplementedError(
-                f"compile: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, not "
-                "contiguous ones; register a contiguous copy"
-            )
-
-
-def _check_reshard(count: int, ranks: int) -> None:
-    if not 1 <= count <= ranks or ranks % count:
-        raise ValueError(f"compile: reshard_after_forward: got {count}, want a factor of the {ranks} ranks of the mesh")
-
-
-def _check_placements(
-    model: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: set[nn.Parameter]
-) -> None:
-    """The same for what the user's `shard_placement_fn` says."""
-    for name, param in model.named_parameters():
-        placement = None if param in ignored else placement_of(param)
-        if placement is None or hasattr(placement, "mesh_info") or isinstance(param, DTensor):
-            continue  # FSDP2's default; one with a mesh of its own; one whose local size decides
-        where = f"compile: shard_placement_fn of parameter '{name}' of shape {tuple(param.shape)}"
-        if not isinstance(placement, Shard):
-            raise ValueError(f"{where}: got {placement!r:.80}, want a Shard or None")
-        dim, ranks = placement.dim + param.ndim * (placement.dim < 0), mesh.size(mesh.ndim - 1)
-        if not 0 <= dim < param.ndim:
-            raise ValueError(f"{where}: got {placement}, want a dim in [{-param.ndim}, {param.ndim - 1}]")
-        if dim > 0 and param.shape[dim] % ranks:
-            raise NotImplementedError(
-                f"{where}: got {placement}, which does not divide evenly by {ranks} ranks; only dim 0 may be uneven"
-            )
 
 
 def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from graphshard.compat import (
     backward_id,
     call_at_end_of_backward,
     dispatch_mode_active,
-    hooks_of,
     module_call,
     moved_tensors,
     uncaptured,
@@ -28,10 +27,11 @@ from graphshard.compat import (
 from graphshard.contracts import contracts_of
 from graphshard.dispatch import Binding
 from graphshard.errors import RanksDiffer, UnsupportedModel
+from graphshard.executed import executed_of
 from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
-from graphshard.marking import mark_classes
+from graphshard.marking import hook_keys, mark_classes, shared_code_key
 from graphshard.outside import OutsideGathers
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
@@ -54,12 +54,7 @@ class Options:
     fullgraph: bool = False
     dynamic: bool | None = None
     strict: bool = False
-
-
-def _signature(module: nn.Module) -> object:
-    """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
-    hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
-    return type(module), tuple(hooks)
+    compare_every: int | None = None
 
 
 class Engine:
@@ -84,6 +79,7 @@ class Engine:
         self.shard_at: dict[int, Shard] = {}
         self.units = fsdp2.find_units(model)
         self.contracts = contracts_of(self.name, sorted({rank for unit in self.units for rank in unit.ranks}))
+        self.executed = executed_of(self.name, options.compare_every, self.units, self.contracts)
         programs = UnitPrograms(self)
         self.holdings = Holdings(programs, self.report)
         by_unit = options.regions == "unit"
@@ -164,7 +160,7 @@ class Engine:
             for name in self._hooks.find_methods():
                 if gathered and not self._eager_ran:
                     self.report.note_once(f"{name}, registered after compile, ran in FSDP2's hooks the first time")
-        if self._hook_keys != (keys := [key for module in self._modules for key, _ in hooks_of(module)]):
+        if self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._signatures.clear()
 
@@ -211,6 +207,8 @@ class Engine:
                     return getattr(module, method.name)(*args, **kwargs)
                 return module_call(module, *args, **kwargs)
         self._prepare()
+        if self.executed is not None:
+            self.executed.begin_call()
         if self.units and self.units[0].device.type != "cpu":
             args, kwargs = self._moved_to_device(args, kwargs)
         self.running = True
@@ -241,7 +239,7 @@ class Engine:
         if method is None and self.options.regions == "unit" and id(module) in self._outer:
             return module_call(module, *args, **kwargs)
         if (key := self._signatures.get(id(module))) is None:
-            key = self._signatures[id(module)] = _signature(module)
+            key = self._signatures[id(module)] = shared_code_key(module)
         if (entry := self._entries.get((key, method))) is None:
             body = module_call if method is None else method.body
             entry = self._entries[key, method] = torch.compile(
@@ -372,6 +370,8 @@ class Engine:
         self.holdings.reshard_all()
         self._hooks.attach()
         self.compiled = False
+        if self.executed is not None:
+            self.report.say_once("compare_every: what eager FSDP2 sends is not compared")
 
     def _return_compiled(self) -> None:
         self._hooks.detach()

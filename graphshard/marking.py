@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
 from graphshard import capture
+from graphshard.compat import hooks_of
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 
@@ -55,3 +56,14 @@ def mark_classes(engine: Engine, unit_modules: Sequence[nn.Module]) -> frozenset
         for key, module in modules.items()
         if any(id(child) in inner for child in module.modules() if child is not module)
     )
+
+
+def hook_keys(modules: Iterable[nn.Module]) -> list[int]:
+    """Of all hooks of some modules: other keys, other hooks."""
+    return [key for module in modules for key, _ in hooks_of(module)]
+
+
+def shared_code_key(module: nn.Module) -> object:
+    """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
+    hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
+    return type(module), tuple(hooks)

@@ -19,9 +19,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphshard.compat_profiler import profiler_active
 from graphshard.gather_outputs import GATHER_INTO
-from graphshard.ir import LAUNCHES, WAIT, collective, is_call, launches
+from graphshard.ir import (
+    COALESCED_ALL_GATHER,
+    COALESCED_REDUCE_SCATTER,
+    LAUNCHES,
+    WAIT,
+    collective,
+    is_call,
+    launches,
+)
 from graphshard.named_events import named_events
-from graphshard.report import NamedShard, ProgramRecord
+from graphshard.report import Launched, NamedShard, ProgramRecord
 
 _PREFIX = "graphshard::program "
 _EVENTS = {f"_c10d_functional::{target.overloadpacket.__name__}" for target in (*LAUNCHES, GATHER_INTO, WAIT)}
@@ -57,8 +65,22 @@ def communication_facts(graph: Graph, shards: Sequence[NamedShard]) -> dict[str,
             ("", ()) if carried is None else (carried.group, tuple(member.fqn for member in carried.members))
             for carried in found
         ),
+        "launched": _launched(graph),
         "parameters": tuple((shard.unit.name, shard.fqn) for shard in shards),
     }
+
+
+def _launched(graph: Graph) -> tuple[Launched, ...]:
+    found, waited = [], False
+    for what, launch in _communication(graph):
+        waited = waited or what == "wait"
+        sent = collective(launch)
+        if what == "launch" and sent is not None:
+            coalesced = launch.target in (COALESCED_ALL_GATHER, COALESCED_REDUCE_SCATTER)
+            kind, dtype = f"{'coalesced ' if coalesced else ''}{sent.kind}", str(sent.dtype).removeprefix("torch.")
+            members = tuple((member.fqn, member.shard_numel) for member in sent.members)
+            found.append(Launched(kind, sent.group, sent.world_size, dtype, sent.op or "", members, waited))
+    return tuple(found)
 
 
 def _communication(graph: Graph) -> Iterator[tuple[str, Node]]:

@@ -33,6 +33,9 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> object:
         """Waits until all keys are there."""
 
+    def delete_key(self, key: str, /) -> object:
+        """Forgets a key, which need not be there."""
+
 
 class RankStore:
     """A store, in words of text.
@@ -97,6 +100,12 @@ class RankStore:
                     raise  # no deadline: the store itself is gone
                 return False
         return True
+
+    def delete(self, *keys: str) -> None:
+        """Forgets keys, in this order; they need not be there."""
+        with self._located():
+            for key in keys:
+                self._store.delete_key(key)
 
     def absent(self, keys: Sequence[str]) -> list[str]:
         """Those keys that are not there: few questions where few are missing."""

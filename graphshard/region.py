@@ -19,6 +19,7 @@ from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding, Plan, UnitState, make_plan
+from graphshard.executed import Executed
 from graphshard.faults import run_program
 from graphshard.followed import Followed
 from graphshard.follower import Follower
@@ -52,6 +53,7 @@ class Engine(Protocol):
     prefetch: Prefetch
     contracts: Contracts
     follower: Follower
+    executed: Executed | None
     deferred: list[Callable[[], None]] | None
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
@@ -207,6 +209,8 @@ class Region:
         extra.clear()
         results = list(run_program(self.engine.name, program.record, program.run, taken, binding.shards))
         program.record.runs += 1
+        if (executed := self.engine.executed) is not None:
+            executed.ran(program.record, binding.shards)
         if staying := len(plan.kept) + len(plan.resharded):
             stayed, results = results[-staying:], results[:-staying]
             shards, active = binding.shards, self.engine.holdings.active

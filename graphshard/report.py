@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from graphshard.plan import Decision
 
@@ -30,6 +30,29 @@ class NamedShard(Protocol):
     def unit(self) -> NamedUnit: ...
 
 
+class Launched(NamedTuple):
+    """What one collective of a program sends, as all ranks of its process group know it.
+
+    Attributes:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, ``"coalesced "`` in front of it if it takes
+            several tensors.
+        group: name of the process group; names of sibling groups differ.
+        ranks: how many are in it.
+        dtype: that is sent.
+        op: of a reduction: ``"avg"`` or ``"sum"``; of a gather: empty.
+        members: (FQN, elements of one rank's part) of each parameter.
+        behind_wait: whether the program waits for another collective before.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    dtype: str
+    op: str
+    members: tuple[tuple[str, int], ...]
+    behind_wait: bool
+
+
 @dataclass
 class ProgramRecord:
     """One lowered program.
@@ -47,6 +70,7 @@ class ProgramRecord:
         decision: what was planned for it, if anything was.
         order: (``"launch"`` or ``"wait"``, bucket) of its graph, in order.
         carried: for each entry of `order`, the process group and the parameters in it; neither for the model's own.
+        launched: the collectives that it sends, in order, without the model's own.
         parameters: (unit, FQN) of those whose shards the program was lowered for.
         timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
             medians, if `graphshard.measure` saw it run.
@@ -64,18 +88,30 @@ class ProgramRecord:
     decision: Decision | None = field(default=None, repr=False)
     order: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     carried: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
+    launched: tuple[Launched, ...] = field(default=(), repr=False)
     parameters: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
 
     def carried_for(self, position: int, shards: Sequence[NamedShard]) -> tuple[str, tuple[str, ...]]:
         """The bucket of an entry of `order` and the parameters in it, in a run for `shards`: equal blocks share it."""
         bucket, fqns = self.order[position][1], self.carried[position][1]
-        pairs = list(zip(self.parameters, shards, strict=False))
-        name_of = {fqn: shard.fqn for (_, fqn), shard in pairs}
+        name_of = self._names_for(shards)
+        pairs = zip(self.parameters, shards, strict=False)
         unit_of = {unit or "root": shard.unit.name or "root" for (unit, _), shard in pairs}
         kind, colon, units = bucket.partition(":")
         named = "..".join(unit_of.get(unit, unit) for unit in units.split(".."))
         return f"{kind}{colon}{named}", tuple(name_of.get(fqn, fqn) for fqn in fqns)
+
+    def launched_for(self, shards: Sequence[NamedShard]) -> tuple[Launched, ...]:
+        """What `launched` is in a run for `shards`."""
+        name_of = self._names_for(shards)
+        return tuple(
+            sent._replace(members=tuple((name_of.get(fqn, fqn), numel) for fqn, numel in sent.members))
+            for sent in self.launched
+        )
+
+    def _names_for(self, shards: Sequence[NamedShard]) -> dict[str, str]:
+        return {fqn: shard.fqn for (_, fqn), shard in zip(self.parameters, shards, strict=False)}
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard import driver
 from graphshard.compat import fake_tensors
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
+from graphshard.executed import Executed
 from graphshard.faults import compiling, run_program
 from graphshard.fsdp2 import Unit
 from graphshard.gather_outputs import with_gather_outputs
@@ -37,6 +38,7 @@ class Engine(Protocol):
 
     name: str
     report: Report
+    executed: Executed | None
 
 
 # Takes what the first half of a program left, and the shards it is for.
@@ -123,6 +125,7 @@ class UnitPrograms:
     def __init__(self, engine: Engine) -> None:
         self._name = engine.name
         self._report = engine.report
+        self._executed = engine.executed
         self._programs: dict[tuple[object, ...], UnitProgram] = {}
         self._shared: dict[tuple[object, ...], UnitProgram] = {}
 
@@ -165,10 +168,14 @@ class UnitPrograms:
 
     def _launch(self, program: UnitProgram, args: list[Any], shards: Sequence[Shard]) -> list[Any]:
         crossing: list[Any] = run_program(self._name, program.record, program.launch, args, shards)
+        if self._executed is not None:
+            self._executed.ran(program.record, shards, half=0)
         return crossing
 
     def _finish(self, program: UnitProgram, crossing: list[Any], shards: Sequence[Shard]) -> Sequence[Tensor]:
         results: Sequence[Tensor] = run_program(self._name, program.record, program.finish, crossing, shards)
+        if self._executed is not None:
+            self._executed.ran(program.record, shards, half=1)
         return results
 
     def _program(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:

@@ -68,6 +68,10 @@ def arguments() -> None:
         compile(models.Decoder(), mesh(), dynamic="no")
     with refused(TypeError, "ignored_params: got 'embed.weight' in the set"):
         compile(models.Decoder(), mesh(), ignored_params={"embed.weight"})
+    with refused(TypeError, "compare_every: got True, want a number of calls, or None"):
+        compile(models.Decoder(), mesh(), compare_every=True)
+    with refused(ValueError, "compare_every: got 0, want at least 1 call"):
+        compile(models.Decoder(), mesh(), compare_every=0)
     with refused(ValueError, "mesh: got 2 axes without names"):
         compile(models.Decoder(), init_device_mesh("cpu", (1, 2)))
     with mock.patch.dict("os.environ", GRAPHSHARD_VERIFY="9"), refused(ValueError, "GRAPHSHARD_VERIFY: got '9'"):

@@ -54,6 +54,12 @@ class RankView:
             if not self._event(key).wait(timeout.total_seconds()):
                 raise RuntimeError("wait timeout")
 
+    def delete_key(self, key: str) -> bool:
+        self._count()
+        with self._shared.lock:
+            self._shared.arrived.pop(key, None)
+            return self._shared.values.pop(key, None) is not None
+
     def _write(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
         self._count()
         with self._shared.lock:
