@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.rows import CompileRow, growth_rows
+from bench.rows import AgreementRow, CompileRow, growth_rows
+from bench.samples import STEADY_STEPS
 
 MAX_SHARE = 0.05
 # Seconds that grow as layers ** exponent: 1 is linear, 2 quadratic; the rest is room for noise.
 MAX_EXPONENT = 1.2
 # From the fewest to the most layers.
 MAX_UNIT_GROWTH = 1.5
+MAX_AGREEMENT_MS = 50
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,22 @@ def check_claims(rows: Sequence[CompileRow], whole: str, by_unit: str) -> list[C
         constant = f"{by_unit}: first step nearly constant in depth, {depths} <= {MAX_UNIT_GROWTH} x"
         checked.append(Claim(backend, constant, f"{growth:.2f} x", growth <= MAX_UNIT_GROWTH))
     return checked
+
+
+def check_agreement(row: AgreementRow) -> list[Claim]:
+    """Checks the claims on what ranks ask each other."""
+    program, entry = row.program_ms[1], row.entry_ms[1]
+    return [
+        Claim("", f"agreement on a program <= {MAX_AGREEMENT_MS} ms", _ms(row.program_ms), program <= MAX_AGREEMENT_MS),
+        Claim(
+            "", f"election of an entry's leader <= {MAX_AGREEMENT_MS} ms", _ms(row.entry_ms), entry <= MAX_AGREEMENT_MS
+        ),
+        Claim("", f"questions to the store in {STEADY_STEPS} steps: none", str(row.operations), row.operations == 0),
+    ]
+
+
+def _ms(found: tuple[float, float]) -> str:
+    return f"{found[0]:.1f}, at most {found[1]:.1f} ms"
 
 
 def _share_claim(cases: Sequence[CompileRow]) -> Claim:

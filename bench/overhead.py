@@ -13,11 +13,12 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
-from bench.claims import check_claims
+from bench.agreement_time import REPEATS, measure_agreement
+from bench.claims import Claim, check_agreement, check_claims
 from bench.compile_time import measure_compile
 from bench.machine import Machine
 from bench.models import PARAMS_PER_BLOCK
-from bench.rows import CompileRow, StepRow, compile_row, growth_rows, step_rows
+from bench.rows import AgreementRow, CompileRow, StepRow, agreement_row, compile_row, growth_rows, step_rows
 from bench.step_time import STEPS_PER_TURN, measure_steps
 from bench.tables import claim_table, compile_table, disturbed_lines, growth_table, machine_lines, step_table
 from bench.variants import COMPILE_VARIANTS, REFERENCE, VARIANTS
@@ -73,10 +74,26 @@ def measure_compile_rows(backends: list[str], depths: list[int], num_ranks: int)
     return rows
 
 
+def measure_agreement_row(num_ranks: int, num_buckets: int) -> tuple[AgreementRow, list[Claim]]:
+    """Measures and prints what ranks agree on."""
+    say_progress(f"agreement of {num_ranks} ranks")
+    row = agreement_row(num_ranks, num_buckets, measure_agreement(num_ranks, num_buckets))
+    checked = check_agreement(row)
+    say(
+        "",
+        f"Agreement of {num_ranks} ranks over a TCP store on the collectives of a program of {num_buckets} buckets "
+        f"({row.contract_bytes:,} bytes),",
+        f"medians and maxima of {REPEATS} programs and entries, of the slower rank; then a model trains on",
+        "",
+        *claim_table(checked),
+    )
+    return row, checked
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.overhead", description="what graphshard costs the host")
     parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
-    parser.add_argument("--only", choices=["step", "compile"], help="measure one of the two")
+    parser.add_argument("--only", choices=["step", "compile", "agreement"], help="measure one of the three")
     parser.add_argument("--params", type=int, default=300, help="parameters of the model whose step is timed")
     parser.add_argument("--turns", type=int, default=60, help=f"of {STEPS_PER_TURN} steps, for each variant")
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 32], help="depths of the decoder")
@@ -97,12 +114,16 @@ def main() -> int:
     say(*machine_lines(machine))
     if args.quick:
         say("NOTE: --quick measures too little for results")
-    steps = measure_step_rows(backends, args.params, args.turns) if args.only != "compile" else []
-    compiles = measure_compile_rows(backends, depths, args.ranks) if args.only != "step" else []
+    steps = measure_step_rows(backends, args.params, args.turns) if args.only in (None, "step") else []
+    compiles = measure_compile_rows(backends, depths, args.ranks) if args.only in (None, "compile") else []
     growth = growth_rows(compiles)
     checked = check_claims(compiles, "graphshard", "graphshard, regions=unit") if growth else []
     if growth:
         say("", *growth_table(growth), "", *claim_table(checked))
+    agreement = None
+    if args.only in (None, "agreement") and args.ranks > 1:
+        agreement, agreed = measure_agreement_row(args.ranks, 4 if args.quick else 126)
+        checked += agreed
     if args.json is not None:
         written = {
             "machine": asdict(machine),
@@ -111,6 +132,7 @@ def main() -> int:
             "step": [asdict(row) for row in steps],
             "compile": [asdict(row) for row in compiles],
             "growth": [asdict(row) for row in growth],
+            "agreement": agreement and asdict(agreement),
             "claims": [asdict(claim) for claim in checked],
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n")

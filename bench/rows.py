@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from bench.samples import CompileTime, DispatchTime, FirstFlip, StepTime
+from bench.samples import AgreementTime, CompileTime, DispatchTime, FirstFlip, StepTime
 
 # Of the first step's seconds; less: other programs ran.
 MIN_CPU_SHARE = 0.9
@@ -237,4 +237,41 @@ def flip_row(flag: str, first: FirstFlip, flipped: Sequence[DispatchTime], still
         1e6 * statistics.median(time.chosen_s for time in flipped),
         1e6 * statistics.median(time.chosen_s for time in still),
         1e6 * statistics.median(time.set_s for time in flipped),
+    )
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """What ranks ask each other, on the slower rank.
+
+    Attributes:
+        num_ranks: of them.
+        num_buckets: of the program.
+        contract_bytes: that are posted of it.
+        program_ms: median and maximum of a program.
+        entry_ms: the same of an entry, whose leader is elected.
+        operations: on the store in steady state.
+    """
+
+    num_ranks: int
+    num_buckets: int
+    contract_bytes: int
+    program_ms: tuple[float, float]
+    entry_ms: tuple[float, float]
+    operations: int
+
+
+def agreement_row(num_ranks: int, num_buckets: int, times: Sequence[AgreementTime]) -> AgreementRow:
+    """The slower rank's medians and maxima."""
+
+    def slower(samples: Sequence[tuple[float, ...]]) -> tuple[float, float]:
+        return max(1e3 * statistics.median(own) for own in samples), max(1e3 * max(own) for own in samples)
+
+    return AgreementRow(
+        num_ranks,
+        num_buckets,
+        times[0].contract_bytes,
+        slower([found.first_s for found in times]),
+        slower([found.election_s for found in times]),
+        sum(found.operations for found in times),
     )

@@ -102,3 +102,23 @@ class Turn(NamedTuple):
     peak_rss_bytes: int
     peak_is_of_turn: bool
     loss: float
+
+
+# Steps in which nothing is left to agree on.
+STEADY_STEPS = 10
+
+
+class AgreementTime(NamedTuple):
+    """What one rank has measured.
+
+    Attributes:
+        first_s: seconds of each program's agreement, in which one rank posts a contract and the others take it over.
+        election_s: the same of each entry, where all ranks say what they have captured.
+        contract_bytes: of one contract's text.
+        operations: on the store, in `STEADY_STEPS` steps of a model that has run before.
+    """
+
+    first_s: tuple[float, ...]
+    election_s: tuple[float, ...]
+    contract_bytes: int
+    operations: int

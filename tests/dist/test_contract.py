@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.api import engine_of
+from graphshard.rank_store import RankStore
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM
@@ -215,6 +217,26 @@ def skipping_blocks(limit: int) -> None:
 
 def test_recompile_limit_on_one_rank(two_ranks: WorkerPool) -> None:
     two_ranks.run(skipping_blocks, 2)
+
+
+def training_in_silence() -> None:
+    torch.manual_seed(0)
+    model: Any = graphshard.compile(Blocks(2), init_device_mesh("cpu", (2,)), backend="aot_eager")
+
+    def steps() -> None:
+        for step in range(3):
+            model(features(step, 4)).square().mean().backward()
+            with torch.no_grad():
+                model(features(step, 4))
+
+    steps()
+    operations = {name: mock.Mock(side_effect=AssertionError(name)) for name in ("set", "get", "add", "has", "wait")}
+    with mock.patch.multiple(RankStore, **operations):
+        steps()
+
+
+def test_nothing_is_asked_of_the_store_in_steady_state(two_ranks: WorkerPool) -> None:
+    two_ranks.run(training_in_silence)
 
 
 # -- memory
