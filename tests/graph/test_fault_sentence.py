@@ -68,6 +68,11 @@ HEAD = (
             "rank 1 is not in it: it is computing in the backward of region 0 of Net0 (call 14, rank 0 at 13)",
         ),
         (
+            replace(WAITING, rank=1, calls=14, fqns=("blocks.1.bias",), parameters=1),
+            "rank 1 is not in it: it is in the backward of region 0 of Net0, at bucket 'reduce:blocks.1' "
+            "(blocks.1.bias) (call 14, rank 0 at 13)",
+        ),
+        (
             replace(WAITING, rank=1, calls=14, bucket="all_reduce", parameters=0, recent=()),
             "rank 1 is not in it: it is in the backward of region 0 of Net0, at 'all_reduce', a collective of the "
             "model's own (call 14, rank 0 at 13)",
