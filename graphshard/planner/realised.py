@@ -48,7 +48,6 @@ def realised_schedule(
         else:
             earliest.append(max(problem.reductions[i].ready for i in bucket.members))
             latest.append(end)
-    earliest = list(accumulate(earliest, max))
     latest = list(accumulate(reversed(latest), min))[::-1]
     for number, (first, last) in enumerate(zip(earliest, latest, strict=True)):
         if first > last:

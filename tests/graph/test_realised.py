@@ -100,6 +100,16 @@ def test_steps_stand_behind_what_came_before_them() -> None:
     assert [action.before for action in placed[False] if action.step == "launch"] == [1, 4, 4, 4, 5]
 
 
+def test_gather_that_is_needed_before_an_earlier_one_is_launched_in_time() -> None:
+    gathers = tuple(Gather(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((2, 4)))
+    reduction = Reduction("r", "u", 1, TRANSFER, 1, 1, 1, ready=1)
+    problem = Problem("backward", tuple("abcdef"), (1.0,) * 6, (0,) * 6, gathers, (reduction,))
+    found = realised_schedule(problem, [Bucket("gather", (1,)), Bucket("gather", (0,)), Bucket("reduce", (0,))])
+    assert [tuple(action) for action in found.actions] == [
+        (0, "launch", 0), (2, "launch", 1), (2, "launch", 2), (2, "wait", 1), (4, "wait", 0), (4, "wait", 2),
+    ]  # fmt: skip
+
+
 def test_hints_of_another_order_are_refused() -> None:
     gathers = tuple(Gather(f"w{i}", "u", 0, TRANSFER, 1, 1, first_use=i, last_use=2) for i in range(2))
     problem = Problem("forward", ("a", "b"), (1.0,) * 2, (0,) * 2, gathers, ())
