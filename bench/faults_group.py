@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
+from bench.python_group import PythonGroup
 from graphshard.compat import register_work, resolve_process_group
 
 BACKEND = "faulty"
@@ -58,7 +59,7 @@ class HeldWork(Work):
         return self._future
 
 
-class FaultyGroup(dist.ProcessGroup):
+class FaultyGroup(PythonGroup):
     """Hands every collective on.
 
     Args:
@@ -68,9 +69,8 @@ class FaultyGroup(dist.ProcessGroup):
     supports_coalescing = False  # as gloo, so that programs are those of gloo
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        super().__init__(int(inner.rank()), int(inner.size()), BACKEND)
         self._inner = inner
-        self._names = {"name": "", "description": ""}
         self._kind, self._delay_s = "", 0.0
         self._tell: Callable[[], None] = lambda: None
         self._held: HeldWork | None = None
@@ -106,32 +106,6 @@ class FaultyGroup(dist.ProcessGroup):
         if kind == "duplicated":
             really().wait()
         return really()
-
-    # -- names, as c10d asks for them
-
-    def getRank(self) -> int:  # noqa: N802
-        return int(self._inner.rank())
-
-    def getSize(self) -> int:  # noqa: N802
-        return int(self._inner.size())
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return BACKEND
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._names["name"] = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._names["name"]
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        self._names["description"] = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._names["description"]
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
 
 def _collective(name: str) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.loopback_works import TIMEOUT_S, StreamWork, ThreadWork
+from bench.python_group import PythonGroup
 from graphshard.compat import register_work, resolve_process_group
 
 BACKEND = "loopback"
@@ -61,7 +62,7 @@ class Launch:
     us: float
 
 
-class LoopbackGroup(dist.ProcessGroup):
+class LoopbackGroup(PythonGroup):
     """One process group. What c10d, the functional collectives and DTensor call, by the names of all torch versions.
 
     Args:
@@ -74,39 +75,11 @@ class LoopbackGroup(dist.ProcessGroup):
     supports_coalescing = True
 
     def __init__(self, rank: int, size: int, of: Loopback) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size = rank, size
+        super().__init__(rank, size, BACKEND)
         self._of = of
-        self._names = {"name": "", "description": ""}
         self._queue: queue.SimpleQueue[tuple[ThreadWork, Callable[[], None], float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    # -- names, as c10d asks for them
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._size
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return BACKEND
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._names["name"] = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._names["name"]
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        self._names["description"] = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._names["description"]
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     # -- collectives
 

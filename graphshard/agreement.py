@@ -236,17 +236,7 @@ class Posted:
 def post(
     store: Store, key: str, what: str, rank: int, ranks: Sequence[int], lines: Sequence[str], **words: str
 ) -> Posted:
-    """What this rank has to compare; of the lead, the others see it from now on.
-
-    Args:
-        store: where.
-        key: of the comparison, the same on all ranks.
-        what: in words.
-        rank: this rank.
-        ranks: all of the group.
-        lines: entries, in order.
-        words: subject and advice of `Posted`.
-    """
+    """What this rank has to compare (see `Posted`); of the lead, the others see it from now on."""
     own = RankStore(store, f"agreement: rank {rank}, which compares {what} with the other ranks")
     posted = Posted(own, key, what, rank, tuple(ranks), tuple(lines), **words)
     if rank == posted.lead:

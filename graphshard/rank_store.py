@@ -21,6 +21,9 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """The value of a key that is there."""
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """The values of keys that are there."""
+
     def add(self, key: str, amount: int, /) -> int:
         """Adds to a number, atomically; 0 if it is not there. The sum."""
 

@@ -6,7 +6,6 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,7 +90,6 @@ class Region:
         compile_graph: CompileGraph,
         patches: dict[str, Any],
     ) -> None:
-        self._engine = weakref.ref(engine)
         self.number = number
         self._broken = broken
         self._input_grads = input_grads
@@ -100,20 +98,14 @@ class Region:
         self._sending_less: set[tuple[object, ...]] = set()  # of such programs that had to be extended
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
-        self._made = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
+        self._made: RegionPrograms[Engine] = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
         self._followed = Followed(self, self._made)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model.
-
-        Raises:
-            RuntimeError: if the model was deleted while a backward was still to come.
-        """
-        if (engine := self._engine()) is None:
-            raise RuntimeError("backward: the compiled model was deleted; keep it until its last backward has run")
-        return engine
+        """The engine of the model; raises as that of `RegionPrograms`."""
+        return self._made.engine
 
     # -- compilation
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.fx import GraphModule
 
@@ -51,7 +51,10 @@ class Engine(Protocol):
     follower: Follower
 
 
-class RegionPrograms:
+E = TypeVar("E", bound=Engine)
+
+
+class RegionPrograms(Generic[E]):
     """Makes the programs of one region.
 
     Args:
@@ -67,7 +70,7 @@ class RegionPrograms:
     """
 
     def __init__(
-        self, engine: Engine, number: int, positions: dict[int, Shard], num_inputs: int, compile_graph: CompileGraph
+        self, engine: E, number: int, positions: dict[int, Shard], num_inputs: int, compile_graph: CompileGraph
     ) -> None:
         self._engine = weakref.ref(engine)
         self.number = number
@@ -81,7 +84,7 @@ class RegionPrograms:
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> E:
         """The engine of the model.
 
         Raises:

@@ -16,8 +16,9 @@ from graphshard.compat_groups import timeout_s
 from graphshard.compat_store import default_store, own_connection
 from graphshard.contracts import Contracts
 from graphshard.faults.dumps import check_folder
-from graphshard.faults.inquiry import Store, read_compiling
+from graphshard.faults.inquiry import read_compiling
 from graphshard.faults.watchdog import Watched, watch_model
+from graphshard.rank_store import Store
 from graphshard.report import Report
 
 # The process group's own time-out comes this many seconds later, or this share of itself.

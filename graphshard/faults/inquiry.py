@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from graphshard.faults.status import Status, from_json, to_json
+from graphshard.rank_store import Store
 
 POLL_S = 2.0
 # A live rank answers within one poll.
@@ -26,25 +27,6 @@ _STEP_S = 0.1
 _PREFIX = "graphshard/watchdog"
 
 T = TypeVar("T")
-
-
-class Store(Protocol):
-    """What is asked of a store."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Stores a value."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Adds to a number, 0 at first, and returns it."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Values of keys that are there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Stores a value where there is none yet (`expected` is empty); returns what is there then."""
 
 
 @dataclass(frozen=True)

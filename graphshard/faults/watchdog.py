@@ -25,10 +25,11 @@ from graphshard.compat import resolve_process_group
 from graphshard.faults import inquiry
 from graphshard.faults.activity import ENTRIES, Run, activity
 from graphshard.faults.dumps import Dump, fault_name, write_dump
-from graphshard.faults.inquiry import ANSWER_S, POLL_S, STORE_S, Question, Store, within
+from graphshard.faults.inquiry import ANSWER_S, POLL_S, STORE_S, Question, within
 from graphshard.faults.place import Place, frames_of, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.status import Status, main_frame, status_of
+from graphshard.rank_store import Store
 
 log = logging.getLogger("graphshard")
 

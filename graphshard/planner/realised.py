@@ -48,7 +48,6 @@ def realised_schedule(
         else:
             earliest.append(max(problem.reductions[i].ready for i in bucket.members))
             latest.append(end)
-    earliest = list(accumulate(earliest, max))
     latest = list(accumulate(reversed(latest), min))[::-1]
     for number, (first, last) in enumerate(zip(earliest, latest, strict=True)):
         if first > last:
@@ -56,17 +55,17 @@ def realised_schedule(
     steps = list(hints) or _usual_steps(problem, buckets)
     _check_hints(buckets, steps)
     actions: list[tuple[int, int, Action]] = []
-    arrived = waited = 0
-    launched: dict[int, int] = {}
+    arrived = launched = 0  # so far: of the steps up to here
     for turn, (step, number) in enumerate(steps):
         is_gather = buckets[number].kind == "gather"
         if step == "launch":
             wished = max(earliest[number], arrived if early else latest[number]) if is_gather else earliest[number]
-            at = launched[number] = max(min(wished, latest[number]), max(launched.values(), default=0))
+            at = launched = max(min(wished, latest[number]), launched)
         elif is_gather:
-            at = arrived = arrival[number]
-        else:  # one after the other, as they were launched; never behind what came after it
-            at = waited = min(max(waited, launched[number], arrived, max(launched.values())), end)
+            at = arrival[number]
+            arrived = max(arrived, at)
+        else:  # behind all that came before it
+            at = max(arrived, launched)
         actions.append((at, turn, Action(at, step, number)))
     found = Schedule(tuple(buckets), tuple(action for *_, action in sorted(actions)))
     check_schedule(problem, found)

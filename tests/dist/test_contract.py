@@ -143,6 +143,38 @@ def test_longer_sequences_on_one_rank(four_ranks: WorkerPool) -> None:
     four_ranks.run(longer_sequences)
 
 
+class Sums(nn.Module):
+    """For few rows, the partitioner saves what is inside and has `shift` gathered again; for many, it saves the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.shift = nn.Parameter(torch.randn(8, 1, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin((self.inner(x) + self.shift).sum(1))
+
+
+def gathering_less(rows: tuple[int, ...]) -> None:
+    """From the second step on, each rank has its `rows`."""
+    rank = dist.get_rank()
+
+    def batch(step: int) -> Tensor:
+        return features(step, rows[rank] if step else 2)
+
+    got, want, report = trained(
+        lambda: nn.Sequential(nn.Linear(DIM, DIM), Sums()), batch, lambda model, step: None, plan="fsdp2", units=["1"]
+    )
+    equal(got, want)
+    extended = [program for program in report.programs if "others_shard" in program.ir]
+    assert [program.direction for program in extended] == ["backward"] * (rows[rank] > 8)
+    assert all("1.shift" in str(program.carried) for program in extended)
+
+
+def test_backward_that_gathers_less_on_one_rank(two_ranks: WorkerPool) -> None:
+    two_ranks.run(gathering_less, (2, 16))
+
+
 # -- other graphs
 
 

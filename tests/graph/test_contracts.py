@@ -190,3 +190,46 @@ def test_a_store_that_is_gone_says_so() -> None:
     own = Contracts(RankStore(Gone(), "contract: rank 1"), "net", 1, (0, 1), 1.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"contract: rank 1: the store .* connection lost"):
         own.settle("key", "it", lambda: "")
+
+
+def test_two_kinds_of_calls_are_not_alike() -> None:
+    found = together(ranks(3), lambda c: c.elect("key", "it", "whole" if c.rank else "another"))
+    assert found == [Election(0, False)] * 3
+
+
+def test_rank_that_fails_as_the_leader_did_says_so_itself() -> None:
+    def settle(contracts: Contracts) -> str:
+        def decide() -> str:
+            raise ValueError(f"does not fit on rank {contracts.rank}")
+
+        with pytest.raises(ValueError, match="does not fit") as caught:
+            contracts.settle("key", "the forward", decide)
+        return str(caught.value)
+
+    assert together(ranks(2), settle) == ["does not fit on rank 0", "does not fit on rank 1"]
+
+
+def test_rank_that_says_for_ever_that_it_compiles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphshard.contracts.DEADLINE_S", 0.3)
+    _, second = ranks(2, deadline_s=0.1)
+    second.is_busy = lambda rank: True
+    with pytest.raises(RanksDiffer, match="for rank 0 to come"):
+        second.settle("key", "it", lambda: "")
+
+
+def test_few_other_ranks_are_asked_whether_they_compile() -> None:
+    asked: set[int] = set()
+    own = ranks(20, deadline_s=0.1)[1]
+    own.is_busy = lambda rank: bool(asked.add(rank))  # type: ignore[func-returns-value]
+    with pytest.raises(RanksDiffer):
+        own.elect("key", "it", "whole")
+    assert 1 not in asked
+    assert 0 < len(asked) <= 8
+
+
+def test_rank_alone_decides_and_stands_alone() -> None:
+    own = Contracts(None)
+    assert own.settle("key", "it", lambda: "decided") == "decided"
+    assert [own.elect("key", "it", stands).leader for stands in ("whole", "")] == [0, None]
+    assert own.union("key", "it", ["b", "a"]) == ["a", "b"]
+    assert Contracts(None, rank=1, ranks=(2, 0, 1)).ranks == (0, 1, 2)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import linecache
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from graphshard.faults.place import communication_calls, frames_of_error, index_in_order, place_of
+from graphshard.faults.place import (
+    Frame,
+    Place,
+    communication_calls,
+    frames_of,
+    frames_of_error,
+    index_in_order,
+    place_of,
+)
 from graphshard.report import ProgramRecord
 
 # As Inductor writes it: comments, strings and definitions name collectives that are none of its calls.
@@ -21,6 +30,7 @@ class Runner:
         # Original ATen: torch.ops._c10d_functional.wait_tensor.default(x)
         torch.ops._c10d_functional.all_gather_into_tensor_out.default("gather", 2, '0', out=1)
         torch.ops.aten.mm.default("mm")
+        torch.ops.theirs.all_reduce.default("theirs")
         torch.ops._c10d_functional.wait_tensor.default("gathered")
         torch.ops.graphshard.keep_until.default("kept")
         torch.ops._c10d_functional.wait_tensor.default(
@@ -99,6 +109,27 @@ def test_place_in_a_shared_program_is_named_for_the_block_that_runs() -> None:
     place = place_of(frames_of_error(failed_at("gathered")), shared, shards)
     assert place is not None
     assert (place.bucket, place.fqns) == ("gather:z", ("z.weight", "z.bias"))
+
+
+def test_place_without_a_source_is_that_of_the_only_bucket() -> None:
+    def at(operator: str, count: int) -> Place | None:
+        frame = Frame((lambda: None).__code__, 1, {}, operator)
+        return place_of([frame], record(order=ORDER[:count], carried=CARRIED[:count]), ())
+
+    assert at("_c10d_functional.wait_tensor", 2) == (-1, "", "gather:a", ("a.weight", "a.bias"), "0")
+    assert at("_c10d_functional.wait_tensor", 5) == (-1, "", "", (), "")
+    assert at("aten.mm", 2) is None
+
+
+def test_frames_of_a_program_end_where_it_is_called() -> None:
+    def program() -> list[Frame]:
+        return frames_of(sys._getframe(), {entry.__code__})
+
+    def entry() -> list[Frame]:
+        return program()
+
+    assert [frame.code for frame in entry()] == [program.__code__]
+    assert program() == []
 
 
 def test_halves_of_a_program_count_on() -> None:

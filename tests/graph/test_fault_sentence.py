@@ -60,6 +60,24 @@ HEAD = (
             "the backward [default] on rank 0, the backward [unreduced=6] on rank 1",
         ),
         (
+            replace(WAITING, rank=1, doing="failed"),
+            "rank 1 is not in it: it is behind a collective that failed there (call 13, rank 0 at 13)",
+        ),
+        (
+            replace(WAITING, rank=1, doing="program", calls=14),
+            "rank 1 is not in it: it is computing in the backward of region 0 of Net0 (call 14, rank 0 at 13)",
+        ),
+        (
+            replace(WAITING, rank=1, calls=14, fqns=("blocks.1.bias",), parameters=1),
+            "rank 1 is not in it: it is in the backward of region 0 of Net0, at bucket 'reduce:blocks.1' "
+            "(blocks.1.bias) (call 14, rank 0 at 13)",
+        ),
+        (
+            replace(WAITING, rank=1, calls=14, bucket="all_reduce", parameters=0, recent=()),
+            "rank 1 is not in it: it is in the backward of region 0 of Net0, at 'all_reduce', a collective of the "
+            "model's own (call 14, rank 0 at 13)",
+        ),
+        (
             replace(WAITING, rank=1),
             "all ranks of its group are in it: look for the network, or an earlier difference between ranks",
         ),
@@ -69,6 +87,16 @@ def test_sentence_says_what_the_missing_rank_does(other: Status | None, said: st
     assert sentence(WAITING, {1: other}) == f"{HEAD}; {said}"
 
 
+def test_sentence_says_whether_it_waits_launches_or_has_failed() -> None:
+    alone = replace(WAITING, ranks=(0,))
+    assert sentence(alone, {}) == HEAD
+    place = HEAD.partition(" s ")[2].replace("for bucket", "at the launch of bucket")
+    assert sentence(replace(alone, what="launch"), None) == f"rank 0 has stood for 20 s {place}"
+    assert sentence(replace(alone, doing="failed"), None).startswith(
+        "rank 0 could not go on in the backward of region 0"
+    )
+
+
 def test_sentence_counts_only_ranks_of_the_group_and_joins_those_alike() -> None:
     first = replace(WAITING, ranks=tuple(range(0, 14, 2)))
     others: dict[int, Status | None] = dict.fromkeys(range(1, 14))
@@ -76,6 +104,8 @@ def test_sentence_counts_only_ranks_of_the_group_and_joins_those_alike() -> None
     assert sentence(first, others).split("; ")[1:] == [
         "ranks 2, 6, 8, 10 and 1 more do not answer: they are dead or stopped"
     ]
+    others[10] = replace(WAITING, rank=10)
+    assert sentence(first, others).endswith("; ranks 2, 6, 8, 12 do not answer: they are dead or stopped")
 
 
 def test_sentence_without_a_store_blames_nobody() -> None:

@@ -23,6 +23,7 @@ from graphshard.planner import (
     realised_schedule,
     simulate,
 )
+from graphshard.planner.schedule import Step
 
 TRANSFER = Transfer(0, ((1.0, 1.0),))
 
@@ -81,6 +82,32 @@ def test_order_that_computation_forbids_is_refused_by_name() -> None:
     assert launches(realised_schedule(problem, buckets[::-1])) == buckets[::-1]
     with pytest.raises(OrderImpossible, match="the gather of late is needed before the reduce of early"):
         realised_schedule(problem, buckets)
+
+
+def test_steps_stand_behind_what_came_before_them() -> None:
+    gathers = tuple(Gather(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((1, 4)))
+    reductions = tuple(Reduction(f"r{i}", "u", 1, TRANSFER, 1, 1, 1, ready=at) for i, at in enumerate((2, 3, 5)))
+    problem = Problem("backward", tuple("abcdef"), (1.0,) * 6, (0,) * 6, gathers, reductions)
+    g0, g1, r0, r1, r2 = range(5)
+    buckets = [*(Bucket("gather", (i,)) for i in range(2)), *(Bucket("reduce", (i,)) for i in range(3))]
+    steps: list[tuple[Step, int]] = [("launch", g0), ("wait", g0), ("launch", g1), ("launch", r0), ("launch", r1)]
+    steps += [("wait", r0), ("wait", g1), ("wait", r1), ("launch", r2), ("wait", r2)]
+    placed = {early: realised_schedule(problem, buckets, steps, early).actions for early in (True, False)}
+    assert [tuple(action) for action in placed[True]] == [
+        (0, "launch", g0), (1, "wait", g0), (1, "launch", g1), (2, "launch", r0), (3, "launch", r1), (3, "wait", r0),
+        (4, "wait", g1), (4, "wait", r1), (5, "launch", r2), (5, "wait", r2),
+    ]  # fmt: skip
+    assert [action.before for action in placed[False] if action.step == "launch"] == [1, 4, 4, 4, 5]
+
+
+def test_gather_that_is_needed_before_an_earlier_one_is_launched_in_time() -> None:
+    gathers = tuple(Gather(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((2, 4)))
+    reduction = Reduction("r", "u", 1, TRANSFER, 1, 1, 1, ready=1)
+    problem = Problem("backward", tuple("abcdef"), (1.0,) * 6, (0,) * 6, gathers, (reduction,))
+    found = realised_schedule(problem, [Bucket("gather", (1,)), Bucket("gather", (0,)), Bucket("reduce", (0,))])
+    assert [tuple(action) for action in found.actions] == [
+        (0, "launch", 0), (2, "launch", 1), (2, "launch", 2), (2, "wait", 1), (4, "wait", 0), (4, "wait", 2),
+    ]  # fmt: skip
 
 
 def test_hints_of_another_order_are_refused() -> None:
