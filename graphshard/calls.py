@@ -52,7 +52,7 @@ class Call:
     @property
     def sent(self) -> Binding:
         """The shards that ranks send for it."""
-        return self.binding if self.role is None else self.role.whole.binding
+        return self.role.whole.binding if self.role is not None and self.role.follows else self.binding
 
     def follows(self) -> bool:
         """Whether the running backward reaches this call."""

@@ -190,6 +190,11 @@ def tag_reshard(node: Node) -> None:
     node.meta["ac_graph_id"] = _RESHARD_REGION_ID
 
 
+def tag_saved(node: Node) -> None:
+    """Forbids the partitioner to compute a node again; what backward needs of it is saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph by AOTAutograd's min-cut."""
     kwargs.pop("compiler", None)

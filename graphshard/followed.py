@@ -178,21 +178,6 @@ class Followed:
                 shard.reshard()
         return results
 
-    def whole_backward(
-        self,
-        graph: MarkedGraph,
-        binding: Binding,
-        args: list[Any],
-        following: Following,
-        asked: Backward,
-        dead: frozenset[int],
-        undefined: frozenset[str],
-    ) -> list[Any]:
-        """Runs a backward that is a whole call's, and what other ranks send besides."""
-        results = self.backward(graph, binding, args, following, asked, dead, undefined)
-        self.finish(following, "backward")
-        return results
-
     def _deliver(self, shards: Sequence[Shard], reduced: Sequence[Tensor | None]) -> None:
         for shard, grad in zip(shards, reduced, strict=True):
             if grad is not None:

@@ -89,11 +89,6 @@ class Follower:
         """The rank that decides for the running call; None: the lowest."""
         return None if self._running is None else self._running.primary.leader
 
-    def role_of(self, structure: str) -> Role | None:
-        """What a region's forward is to the other ranks."""
-        role = self.role
-        return role if role is not None and (role.follows or role.whole.structure == structure) else None
-
     def is_whole(self, broken: bool) -> bool:
         """Whether the region that runs now is all of what the user called."""
         holdings = self._engine.holdings
@@ -200,8 +195,21 @@ class Follower:
                     "graphs break where those of others do not cannot follow; call backward for each of them"
                 )
             self.finish(self.backward)
-        self.backward, self._backward_role = self.extending(asked) if role.follows else None, role
+        self.backward, self._backward_role = self._of_call(role, asked) if role.follows else None, role
         return self.backward
+
+    def _of_call(self, role: Role, asked: Backward) -> Following:
+        """What the backward of a call follows."""
+        binding = role.whole.binding
+        again = frozenset[Shard]()
+        for call in self._engine.holdings.calls:
+            if call.role is not role and call.follows():
+                again |= binding.overlap(call.sent)
+        usual = Backward(asked.entry, again=again, inputs_only=asked.inputs_only)
+        reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
+        dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
+        states = backward_states(self._engine.holdings, reduced, binding, usual, dead, frozenset())
+        return self._following(role.whole, "backward", states)
 
     def reads_outside(self, shard: Shard) -> Role | None:
         """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
@@ -216,21 +224,6 @@ class Follower:
         self.outside.discard(shard)
         if role is not None:
             self.of_backward(Backward(role=role))
-
-    def extending(self, asked: Backward) -> Following | None:
-        """What a backward of a whole call follows, whose graph sends less than others'; None: it is no whole call."""
-        if (role := asked.role) is None:
-            return None
-        binding = role.whole.binding
-        again = frozenset[Shard]()
-        for call in self._engine.holdings.calls:
-            if call.role is not role and call.follows():
-                again |= binding.overlap(call.sent)
-        usual = Backward(asked.entry, again=again, inputs_only=asked.inputs_only)
-        reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
-        dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
-        states = backward_states(self._engine.holdings, reduced, binding, usual, dead, frozenset())
-        return self._following(role.whole, "backward", states)
 
     def _following(self, whole: WholeCall, direction: str, states: Sequence[UnitState]) -> Following:
         state = state_text(whole.binding, states, direction == "backward")

@@ -222,6 +222,11 @@ def may_view(node: Node) -> bool:
     )
 
 
+def is_tangent(node: Node) -> bool:
+    """Whether `node` is the placeholder of a gradient of an output."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
 def spec_of(marker: Node) -> ShardSpec:
     """The spec of a marker."""
     text = marker.args[-1]

@@ -10,8 +10,7 @@ from torch.fx import GraphModule
 
 from graphshard.compat import CompileState
 from graphshard.dispatch import Plan
-from graphshard.ir import Direction, output_args, reductions, shard_placeholder, unshards
-from graphshard.passes.apply_flags import is_tangent
+from graphshard.ir import Direction, is_tangent, output_args, reductions, shard_placeholder, unshards
 from graphshard.report import ProgramRecord
 from graphshard.split_backward import split_backward
 

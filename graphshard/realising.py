@@ -21,10 +21,6 @@ from graphshard.planner import (
 )
 
 
-class SendsLess(RanksDiffer):
-    """A graph has not all that its contract sends: it has to be extended."""
-
-
 def realise(
     graph: Graph, ctx: PassContext, scene: Scene, contract: Contract, budget_bytes: int | None
 ) -> tuple[Problem, Schedule]:
@@ -39,7 +35,6 @@ def realise(
 
     Raises:
         RanksDiffer: the graph gathers or reduces other parameters, or computes in an order that the contract forbids.
-        SendsLess: all that is wrong is that it has fewer of them.
     """
     names = frozenset(step.before for step in contract.steps) - {END}
     problem = extract_problem(graph, ctx, scene, names if contract.steps else None)
@@ -77,7 +72,7 @@ def _indexed(problem: Problem, buckets: tuple[PlannedBucket, ...]) -> list[Bucke
             "not; want modules that use the same parameters on every rank"
         )
     if fewer := agreed - index.keys():
-        raise SendsLess(
+        raise RanksDiffer(
             f"contract: the {problem.direction} of this rank does not send the {' of '.join(min(fewer))}, which the "
             "other ranks do"
         )

@@ -32,7 +32,6 @@ from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGr
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.planning import Planning
 from graphshard.prefetch import Prefetch
-from graphshard.realising import SendsLess
 from graphshard.region_programs import CompileGraph, RegionPrograms
 from graphshard.report import Report
 from graphshard.shards import Shard
@@ -95,7 +94,6 @@ class Region:
         self._input_grads = input_grads
         self._patches = patches
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._sending_less: set[tuple[object, ...]] = set()  # of such programs that had to be extended
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
         self._made: RegionPrograms[Engine] = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
@@ -151,13 +149,7 @@ class Region:
                 self.engine.prefetch.say_ignored(binding)
             plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
             state = state_text(binding, states, graph.direction == "backward")
-            try:
-                if key in self._sending_less:
-                    raise SendsLess(f"contract: the {graph.direction} of region {self.number} sends less than others'")
-                program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
-            except SendsLess:
-                self._sending_less.add(key)
-                raise
+            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
         return program
 
     # -- run time
@@ -179,13 +171,13 @@ class Region:
             holdings.finish_gathers(binding.units)
             holdings.regions_run += 1
             if graph.direction == "forward":
-                self.calls.begin(binding, holdings.entry, follower.role_of(self._made.structure))
+                self.calls.begin(binding, holdings.entry, follower.role)
             return self._followed.forward(graph, binding, args, following)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
         holdings.regions_run += 1
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry, follower.role_of(self._made.structure))
+            self.calls.begin(binding, holdings.entry, follower.role)
         program = self._program(graph, binding, forward_states(holdings, binding))
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
@@ -255,12 +247,7 @@ class Region:
         states = backward_states(engine.holdings, graph.reduced, binding, asked, dead, split, behind)
         if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
-        try:
-            program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
-        except SendsLess:  # other shapes may make the partitioner save what others compute, and gather for, again
-            if (following := engine.follower.extending(asked)) is None:
-                raise
-            return self._followed.whole_backward(graph, binding, args, following, asked, dead, undefined)
+        program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
         results = self.run(program, binding, args)
         for shard in binding.shards:  # what was gathered for this program, and another call will gather again
             if shard.is_for_one_program:

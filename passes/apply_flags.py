@@ -26,6 +26,7 @@ from graphshard.ir import (
     add_placeholder,
     aten,
     fake_empty,
+    is_tangent,
     output_args,
     output_node,
     reductions,
@@ -115,11 +116,6 @@ def dead_outputs(graph: Graph, undefined: frozenset[str], inputs_only: bool = Fa
         results = enumerate(output_args(graph))
         dead |= {i for i, result in results if isinstance(result, Node) and reached[result] == (True, False)}
     return tuple(sorted(dead))
-
-
-def is_tangent(node: Node) -> bool:
-    """Whether `node` is the placeholder of a gradient of an output."""
-    return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def _reduce_dtype(reduction: Node) -> torch.dtype:

@@ -5,6 +5,12 @@ the partitioner would save the gathered value. A marker covers cast, gather and 
 
     %a = unshard(%s, ...)   ->   the same, meta["recompute"] = MUST_RECOMPUTE
 
+A parameter that no gradient is computed from, as a bias, is needed in backward only where the partitioner computes its
+sum anew, which depends on sizes: ranks with other shapes would gather other parameters. So what is computed from such
+a parameter is saved, if it is needed.
+
+    %b = add(%x, %a)    ->   the same, meta["recompute"] = MUST_SAVE
+
 Whether a unit reshards after forward is a flag that may change between two steps, so it must not shape a graph: what
 stays gathered is handed from the forward program to the backward program as an argument of both (see `apply_flags`).
 """
@@ -13,36 +19,63 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from graphshard.compat import tag_reshard
-from graphshard.ir import PassContext, may_view, unshards
+from graphshard.compat import tag_reshard, tag_saved
+from graphshard.ir import PassContext, is_tangent, may_view, unshards
 
 _DONE = "reshard_tagged"
 
 
 @dataclass(frozen=True)
 class ReshardEdit:
-    """Names of unshards, and of views of them, to tag."""
+    """Names of unshards, and of views of them, to gather again; of what is not to be computed again."""
 
     again: tuple[str, ...]
+    once: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.again)
+        return bool(self.again or self.once)
 
 
 def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
     """Finds what is not tagged yet."""
-    found = list(unshards(graph))
+    in_backward = _in_backward(graph)
+    found, once = [], []
+    for unshard in unshards(graph):
+        views = _views(unshard)
+        found += views
+        users = [user for view in views for user in view.users if user not in views and user.op != "output"]
+        if in_backward and in_backward.isdisjoint(users):
+            # What a checkpoint computes again, it does on every rank.
+            once += [user for user in users if "recompute" not in user.meta]
+    return ReshardEdit(
+        tuple(node.name for node in found if _DONE not in node.meta), tuple(node.name for node in dict.fromkeys(once))
+    )
+
+
+def _views(unshard: Node) -> list[Node]:
+    found = [unshard]
     for node in found:  # grows: a part of a view is a view too
         found += [user for user in node.users if may_view(user) and user.args[0] is node]
-    return ReshardEdit(tuple(node.name for node in found if _DONE not in node.meta))
+    return found
+
+
+def _in_backward(graph: Graph) -> set[Node]:
+    """What depends on gradients of outputs."""
+    found = set[Node]()
+    for node in graph.nodes:
+        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def apply(graph: Graph, edit: ReshardEdit) -> None:
     """Tags what `edit` names."""
-    again = set(edit.again)
+    again, once = set(edit.again), set(edit.once)
     for node in graph.nodes:
         if node.name in again:
             tag_reshard(node)
             node.meta[_DONE] = True
+        elif node.name in once:
+            tag_saved(node)

@@ -47,3 +47,16 @@ def test_tag_reshard_is_what_the_partitioner_does(world_size: int) -> None:
     bases = [node.all_input_nodes[0] if node.target is aten.t.default else node for node in saved]
     assert not [node for node in bases if node.target is UNSHARD]
     driver.check_partition(traced.forward.gm, traced.num_results)
+
+
+def test_tag_reshard_has_saved_what_would_gather_a_parameter_for_backward_alone() -> None:
+    weights = [Weight("w", (6, 6)), Weight("shift", (8, 1, 6))]
+    gathered = []
+    for rows in (2, 16):  # for 2, saving the product would take less than saving the sum
+
+        def layer(read, x):  # type: ignore[no-untyped-def]
+            return torch.sin((x @ read(0) + read(1)).sum(1))
+
+        traced = trace(layer, weights, [torch.zeros(rows, 6, requires_grad=True)], driver.run_joint_passes)
+        gathered.append(len(traced.backward.calls(UNSHARD)))
+    assert gathered == [1, 1]
