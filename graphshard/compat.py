@@ -371,14 +371,9 @@ def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
     """(Key, hook) of every forward and backward hook of `module`. Keys are never used twice in a process."""
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    ):
-        if hooks:
-            yield from hooks.items()
+    forward, backward = module._forward_hooks, module._backward_hooks
+    for hooks in (module._forward_pre_hooks, forward, module._backward_pre_hooks, backward):
+        yield from hooks.items()
 
 
 def compiled_function_node(output: Tensor) -> Any:

@@ -147,6 +147,26 @@ class Contracts:
         said = self._counted(name) if self._store.add(f"{name}/count", 0) == len(self.ranks) else _LATE
         return _election(self._store.set_first(f"{name}/last", said))
 
+    def compare(self, key: str, what: str, lines: Sequence[str], subject: str, advice: str) -> None:
+        """Compares lines. All ranks take part.
+
+        Args:
+            key: the same on every rank.
+            what: in words.
+            lines: entries, in order.
+            subject: what they are, in words.
+            advice: what to do where they differ.
+
+        Raises:
+            RanksDiffer: they do, or a rank did not come until the deadline.
+        """
+        if self._store is None:
+            return
+        posted = Posted(self._store, self._name(key), what, self.rank, self.ranks, tuple(lines), subject, advice)
+        if self.rank == posted.lead:
+            posted.show()
+        posted.compare(self.deadline_s)
+
     def _counted(self, name: str) -> str:
         """The lowest rank that stands, for how many different things ranks stand. The last to come reads that."""
         assert self._store is not None

@@ -22,6 +22,7 @@ from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import Direction
 from graphshard.report import Report
+from graphshard.route import Route
 from graphshard.shards import Shard
 from graphshard.signatures import Role, WholeCall, program_key, state_text
 from graphshard.states import backward_states, forward_states
@@ -63,6 +64,7 @@ class Follower:
         self._variants: dict[tuple[str, str], Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
         self._numbers: Counter[str] = Counter()  # of calls, by entry
+        self._route = Route(engine.contracts)
         self._module: nn.Module | None = None
         self._is_known = False  # what the running call is
         self.role: Role | None = None
@@ -81,7 +83,13 @@ class Follower:
             self._module = module
             self._numbers[self._engine.holdings.entry.name] += 1
 
+    def uses(self, used: Binding | Shard) -> None:
+        """Is told that a part of the running forward uses the parameters of a region, or one outside any graph."""
+        if self.role is None and not self._engine.holdings.in_backward:
+            self._route.use(used)
+
     def _forget_forward(self) -> None:
+        self._route.begin()
         self._is_known, self.role, self.forward, self._running = False, None, None, None
 
     @property
@@ -214,6 +222,7 @@ class Follower:
     def reads_outside(self, shard: Shard) -> Role | None:
         """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
         if self.forward is None:
+            self.uses(shard)
             return None
         if torch.is_grad_enabled() and shard.leaf.requires_grad:
             self.outside.add(shard)
@@ -252,7 +261,17 @@ class Follower:
         return found
 
     def end_forward(self) -> None:
-        """The outermost call has ended, and all that it sent."""
+        """The outermost call has ended, and all that it sent.
+
+        Raises:
+            RanksDiffer: ranks have used other parameters than each other, in a call that is in parts on all of them.
+        """
+        if self.role is None:
+            entry, kind = (
+                self._engine.holdings.entry.name,
+                "inference" if self._engine.holdings.is_inference else "forward",
+            )
+            self._route.end(f"the {kind} of '{entry}'", self._numbers[entry])
         if self._running is not None and self.forward is not None:
             self._running.end_call(self.forward.uses)
         self._forget_forward()

@@ -173,6 +173,8 @@ class Region:
             if graph.direction == "forward":
                 self.calls.begin(binding, holdings.entry, follower.role)
             return self._followed.forward(graph, binding, args, following)
+        if binding.units:
+            follower.uses(binding)
         split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
         holdings.regions_run += 1

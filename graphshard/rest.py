@@ -45,10 +45,12 @@ class Rest:
     def finish_forward(self) -> None:
         """A forward ends."""
         follower = self._engine.follower
-        if follower.forward is not None and not self._engine.holdings.in_backward:
+        if self._engine.holdings.in_backward:
+            return
+        if follower.forward is not None:
             inference = self._engine.holdings.is_inference
             self._followed.finish(follower.forward, "inference" if inference else "forward")
-            follower.end_forward()
+        follower.end_forward()
 
     @torch.no_grad()
     def finish_backward(self) -> None:

@@ -154,3 +154,44 @@ def wakes_alone() -> None:
 
 def test_expert_that_one_rank_alone_begins_to_use_is_refused(two_ranks: WorkerPool) -> None:
     two_ranks.run(wakes_alone)
+
+
+# -- graph breaks on all ranks
+
+
+class BrokenExperts(Experts):
+    """No rank has one graph of it; a program serves all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for number in self.uses:
+            torch._dynamo.graph_break()
+            x = self.experts[number](x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def in_parts(uses: dict[int, tuple[tuple[int, ...], ...]], options: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = BrokenExperts((0, 1, 2)).double()
+    model: Any = graphshard.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (2,)), units=["experts.0", "experts.1", "experts.2"],
+        backend="aot_eager", **options,
+    )  # fmt: skip
+    for step, own in enumerate(uses[rank]):
+        model.uses = plain.uses = own
+        inputs = features(step, 4).double()
+        if uses[0][step] != uses[1][step]:
+            what = rf"call {step + 1}, the forward of 'root': ranks differ in the units that they use"
+            with pytest.raises(graphshard.RanksDiffer, match=what):
+                model(inputs)
+            return
+        torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("options", [{}, {"regions": "unit"}, {"plan": "fsdp2"}], ids=str)
+def test_ranks_that_use_other_equal_modules_between_graph_breaks_are_told(
+    two_ranks: WorkerPool, options: dict[str, Any]
+) -> None:
+    two_ranks.run(in_parts, {0: ((0, 1, 2), (0, 1), (1, 2)), 1: ((0, 1, 2), (0, 1), (0, 2))}, options)

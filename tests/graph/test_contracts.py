@@ -231,5 +231,5 @@ def test_rank_alone_decides_and_stands_alone() -> None:
     own = Contracts(None)
     assert own.settle("key", "it", lambda: "decided") == "decided"
     assert [own.elect("key", "it", stands).leader for stands in ("whole", "")] == [0, None]
-    assert own.union("key", "it", ["b", "a"]) == ["a", "b"]
+    assert own.meet("key", "it", "whole", 0.1) == Election(0, True)
     assert Contracts(None, rank=1, ranks=(2, 0, 1)).ranks == (0, 1, 2)

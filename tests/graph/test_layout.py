@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("region_programs",),
     ("outside",),
     ("follower", "followed"),
-    ("following", "variants"),
+    ("following", "variants", "route"),
     ("states", "marked_graph", "prefetch"),
     ("holdings",),
     ("unit_programs", "calls", "within_budget", "derived"),
