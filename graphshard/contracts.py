@@ -234,7 +234,8 @@ class Contracts:
         ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
         return RanksDiffer(
             f"contract: rank {self.rank} waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came "
-            "so far; want the same calls, flags and modules in use on every rank"
+            "so far; want the same calls, flags and modules in use on every rank, or, of units whose parameters some "
+            "ranks use and others do not, set_reduce_scatter_unused_params(True)"
         )
 
 

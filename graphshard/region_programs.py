@@ -117,7 +117,7 @@ class RegionPrograms(Generic[E]):
     def settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
         """What all ranks do for this region, as one of them decides it."""
         contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
-        shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{state and f' [{state}]'}"
+        shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         return contracts.settle(program_key(what, self.structure, state), shown, decide, self.leader)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:

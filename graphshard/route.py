@@ -15,8 +15,8 @@ from graphshard.shards import Shard
 _SUBJECT = "the units that they use, in order, and the parameters of each"
 _ADVICE = (
     "this call has mixed parameters: do not step on its gradients. Graph breaks leave parts of it on every rank "
-    "(TORCH_LOGS=graph_breaks shows them): want the same modules in use on all ranks, or no breaks: ranks may use "
-    "other modules than each other in calls of one graph"
+    "(TORCH_LOGS=graph_breaks shows them): want the same modules in use on all ranks, or "
+    "set_reduce_scatter_unused_params(True) on these units, or no breaks"
 )
 
 

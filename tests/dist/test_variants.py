@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import graphshard
 from graphshard import variants
@@ -195,3 +196,48 @@ def test_ranks_that_use_other_equal_modules_between_graph_breaks_are_told(
     two_ranks: WorkerPool, options: dict[str, Any]
 ) -> None:
     two_ranks.run(in_parts, {0: ((0, 1, 2), (0, 1), (1, 2)), 1: ((0, 1, 2), (0, 1), (0, 2))}, options)
+
+
+class Routed(nn.Module):
+    """Its router breaks the graph; which experts run depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, kinds = torch.zeros_like(x), (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+        for number, expert in enumerate(self.experts):
+            if len(rows := (kinds == number).nonzero().flatten()):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+
+
+def routed() -> None:
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    plain = nn.Sequential(Routed(), Routed()).double()
+    model: Any = graphshard.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (world,)), units=["0", "1"], backend="aot_eager"
+    )
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(4):
+        inputs = features(step, 2).double()
+        model(inputs).square().mean().backward()
+        plain(inputs).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(grad)
+            got = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(got, grad / world, rtol=1e-12, atol=1e-15, msg=f"{name} in step {step}")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no such flag"
+)
+def test_experts_behind_a_router_that_breaks_the_graph_train_where_unused_ones_are_reduced(
+    two_ranks: WorkerPool,
+) -> None:
+    two_ranks.run(routed)
