@@ -10,7 +10,8 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from test_contract import Blocks, Experts, features
+from test_contract import Blocks, features
+from test_variants import Experts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
