@@ -12,7 +12,13 @@ from graphshard.plan import PlannedBucket
 from graphshard.shards import RESIDENT, Shard
 
 
-def derived(base: Contract | None, binding: Binding, states: Sequence[UnitState], backward: bool) -> Contract:
+def derived(
+    base: Contract | None,
+    binding: Binding,
+    states: Sequence[UnitState],
+    backward: bool,
+    needed: frozenset[str] | None = None,
+) -> Contract:
     """The buckets of `base`, as far as they are wanted; what it lacks is gathered first and reduced last, by unit.
 
     Every rank can do that, whatever its graph is: gathers are never too early, reductions never too late.
@@ -22,12 +28,13 @@ def derived(base: Contract | None, binding: Binding, states: Sequence[UnitState]
         binding: the whole call.
         states: of its units.
         backward: whether it is about a backward.
+        needed: FQNs of what it gathers if all is sharded; None: all.
     """
     gathered: dict[str, Shard] = {}
     reduced: dict[str, Shard] = {}
     for unit, slots, state in zip(binding.units, binding.slots, states, strict=True):
         for shard, bits in zip((binding.shards[i] for i in slots), state.slots or (REACHED,) * len(slots), strict=True):
-            if not bits & RESIDENT and unit.world_size > 1:
+            if not bits & RESIDENT and unit.world_size > 1 and (needed is None or shard.fqn in needed):
                 gathered[shard.fqn] = shard
             moves = unit.world_size * unit.replicas > 1 and state.reduces
             if backward and shard.leaf.requires_grad and bits & REACHED and moves:
@@ -39,11 +46,7 @@ def derived(base: Contract | None, binding: Binding, states: Sequence[UnitState]
         wanted = gathered if bucket.kind == "gather" else reduced
         if members := tuple(fqn for fqn in bucket.members if fqn in wanted):
             kept.append(replace(bucket, members=members))
-    # What a backward with all parameters sharded does not gather is not needed there.
     more = {fqn: shard for fqn, shard in gathered.items() if ("gather", fqn) not in seen}
-    if backward and base is not None:
-        units = {shard.unit for fqn, shard in gathered.items() if ("gather", fqn) in seen}
-        more = {fqn: shard for fqn, shard in more.items() if shard.unit not in units}
     last = {fqn: shard for fqn, shard in reduced.items() if ("reduce", fqn) not in seen}
     buckets = (*_by_unit("gather", more), *kept, *_by_unit("reduce", last))
     names = {bucket.name for bucket in kept}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from graphshard.calls import Backward
@@ -187,16 +188,43 @@ class Followed:
 
     def finish(self, following: Following, direction: Direction) -> None:
         """Does what is left of the contract: gathers that this rank does not need, reductions of zeros."""
-        buckets = following.rest()
-        if not buckets:
+        if buckets := following.rest():
+            graph = marked_graph(empty_graph(direction), direction, [], {}, None)
+            step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
+            _, fulls, reduced = self._run(step, graph, [], following)
+            if direction == "forward":
+                self._keep(step, fulls)
+                self._free(following, step.gathers)
+            elif direction == "backward":
+                for shard, full in zip(step.gathers, fulls, strict=True):
+                    shard.keep(full)
+                    self._region.holdings.active.add(shard.unit)
+            self._deliver(step.reductions, reduced)
+        if direction == "backward":
+            self._leave_as_others(following)
+
+    def _leave_as_others(self, following: Following) -> None:
+        """Later programs see the state that those of other ranks see."""
+        for fqn in members(following.contract.buckets, "gather"):
+            shard = following.shards[fqn]
+            if shard.unit not in following.staying and shard.is_for_one_program:
+                shard.reshard()
+        if following.inputs_only:
             return
-        graph = marked_graph(empty_graph(direction), direction, [], {}, None)
-        step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
-        _, fulls, reduced = self._run(step, graph, [], following)
-        if direction == "forward":
-            self._keep(step, fulls)
-            self._free(following, step.gathers)
-        self._deliver(step.reductions, reduced)
+        for shard in following.whole.binding.shards:
+            if shard.leaf.requires_grad and not shard.unit.reduce_unused:
+                self._fill(shard, again=shard in following.again)
+
+    def _fill(self, shard: Shard, again: bool) -> None:
+        """Zeros for what this rank has not used, where others hold a gradient."""
+        param, device = shard.param, shard.unit.device
+        if again:
+            if shard.pending is None:
+                shard.pending = torch.zeros(param.size, dtype=param.param_dtype, device=device)
+        elif not shard.unit.reduce_grads and shard.held is None and shard.pending is None:
+            shard.held = torch.zeros(param.size, dtype=param.reduce_dtype, device=device)
+        if shard.held is not None or shard.pending is not None:
+            self._region.holdings.active.add(shard.unit)
 
     # -- both
 

@@ -15,7 +15,7 @@ from graphshard.compat import backward_id
 from graphshard.contract import Contract
 from graphshard.contracts import Contracts
 from graphshard.derived import derived
-from graphshard.dispatch import Binding, UnitState
+from graphshard.dispatch import KEEP, Binding, UnitState
 from graphshard.errors import RanksDiffer
 from graphshard.following import Following
 from graphshard.fsdp2 import Unit
@@ -63,6 +63,7 @@ class Follower:
         self._is_on = is_on and engine.contracts.has_peers
         self._variants: dict[tuple[str, str], Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
+        self._needed: dict[str, frozenset[str]] = {}  # by structure: FQNs of what a backward gathers
         self._numbers: Counter[str] = Counter()  # of calls, by entry
         self._route = Route(engine.contracts)
         self._module: nn.Module | None = None
@@ -217,7 +218,12 @@ class Follower:
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(self._engine.holdings, reduced, binding, usual, dead, frozenset())
-        return self._following(role.whole, "backward", states)
+        following = self._following(role.whole, "backward", states)
+        following.again, following.inputs_only = again, asked.inputs_only
+        following.staying = frozenset(
+            unit for unit, state in zip(binding.units, states, strict=True) if state.behind == KEEP
+        )
+        return following
 
     def reads_outside(self, shard: Shard) -> Role | None:
         """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
@@ -240,12 +246,17 @@ class Follower:
         base_key = (whole.structure, direction)
 
         def decide() -> str:
-            return derived(self._latest.get(base_key), whole.binding, states, direction == "backward").text()
+            needed = self._needed.get(whole.structure) if direction == "backward" else None
+            return derived(self._latest.get(base_key), whole.binding, states, direction == "backward", needed).text()
 
         what = f"the {direction} of '{self._engine.holdings.entry.name}'"
         contract = Contract.parse(self._engine.contracts.settle(key, what, decide, whole.leader))
         self.learn(whole.structure, direction, contract)
         return Following(whole, contract)
+
+    def learn_backward(self, structure: str, gathered: Iterable[str]) -> None:
+        """Is told the FQNs of what the backward of a whole call gathers, if all is sharded."""
+        self._needed[structure] = frozenset(gathered)
 
     def learn(self, structure: str, direction: str, contract: Contract) -> None:
         """Is told a contract: for states of which this rank has to decide without a graph, that with most counts."""

@@ -19,6 +19,7 @@ from graphshard.compat import copy_graph, fake_tensors
 from graphshard.compat_results import keep_strides
 from graphshard.contract import Contract
 from graphshard.errors import RanksDiffer
+from graphshard.fsdp2 import Unit
 from graphshard.ir import Direction, output_args, output_node, shard_placeholder, unshards
 from graphshard.marked_graph import MarkedGraph, marked_graph
 from graphshard.markers import REDUCE_GRAD, UNSHARD
@@ -54,6 +55,9 @@ class Following:
         done: how many buckets were launched.
         uses: how many programs have used each parameter; infinitely many where it is read outside any graph.
         usual: the same of earlier passes, the most of each.
+        again: of a backward: what an earlier call uses, too, whose backward is still to come.
+        staying: of a backward: units that stay gathered behind it.
+        inputs_only: whether no parameter is to get a gradient.
     """
 
     whole: WholeCall
@@ -62,6 +66,9 @@ class Following:
     done: int = 0
     uses: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     usual: Mapping[str, float] = field(default_factory=dict)
+    again: frozenset[Shard] = frozenset()
+    staying: frozenset[Unit] = frozenset()
+    inputs_only: bool = False
 
     def __post_init__(self) -> None:
         self.shards = {shard.fqn: shard for shard in self.whole.binding.shards}

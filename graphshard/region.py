@@ -115,6 +115,8 @@ class Region:
         if engine.planning is not None:
             engine.planning.agree()
         if direction == "backward":
+            shards = self._made.binding(graph).shards
+            engine.follower.learn_backward(self._made.structure, (shards[slot].fqn for slot in graph.gathered))
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.

@@ -157,6 +157,57 @@ def test_expert_that_one_rank_alone_begins_to_use_is_refused(two_ranks: WorkerPo
     two_ranks.run(wakes_alone)
 
 
+# -- several calls in a step
+
+
+def several(steps: tuple[tuple[tuple[int, ...], ...], ...], at_once: bool) -> None:
+    """Steps of calls; of each, how many experts rank 0, rank 1 use. At once: one backward; else they accumulate."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Experts(()).double()
+    model: Any = graphshard.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (world,)), units=["experts.0", "experts.1", "experts.2"],
+        backend="aot_eager",
+    )  # fmt: skip
+    with mock.patch.object(variants, "PATIENCE_S", PATIENCE_S):
+        for step, calls in enumerate(steps):
+            losses: list[Tensor] = []
+            for call, counts in enumerate(calls):
+                plain.uses = model.uses = tuple(range(counts[rank]))
+                inputs = features(10 * step + call, 4).double()
+                model.set_requires_gradient_sync(at_once or call == len(calls) - 1)
+                losses.append(model(inputs).square().mean())
+                plain(inputs).square().mean().backward()
+                if not at_once:
+                    losses.pop().backward()
+            if at_once:
+                torch.stack(losses).sum().backward()
+            for name, parameter in plain.named_parameters():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                got = model.get_parameter(name).grad
+                got = torch.zeros_like(grad) if got is None else got.full_tensor()
+                torch.testing.assert_close(got, grad / world, rtol=1e-12, atol=1e-15, msg=f"{name} in step {step}")
+            model.zero_grad()
+            plain.zero_grad()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["accumulated", "in one backward"])
+@pytest.mark.parametrize(
+    "steps",
+    [(((1, 2), (2, 1)), ((2, 3), (3, 1))), (((3, 3), (3, 3)), ((1, 2), (2, 1)), ((3, 1), (2, 3)))],
+    ids=["from the first step", "later"],
+)
+def test_ranks_that_use_other_experts_in_several_calls_train_on(
+    two_ranks: WorkerPool, steps: tuple[tuple[tuple[int, ...], ...], ...], at_once: bool
+) -> None:
+    two_ranks.run(several, steps, at_once)
+
+
+def test_experts_that_come_into_use_while_gradients_accumulate(two_ranks: WorkerPool) -> None:
+    two_ranks.run(several, (((1, 1), (3, 3)), ((3, 1), (2, 3)), ((1, 3), (3, 3))), False)
+
+
 # -- graph breaks on all ranks
 
 
