@@ -135,7 +135,7 @@ class Following:
 
     def is_used_up(self, shard: Shard) -> bool:
         """Whether no program to come will use a parameter that one has used, as far as earlier passes tell."""
-        return self.uses[shard.fqn] >= self.usual.get(shard.fqn, math.inf)
+        return math.inf > self.uses[shard.fqn] >= self.usual.get(shard.fqn, math.inf)
 
     def rest(self) -> tuple[PlannedBucket, ...]:
         """The buckets that no program has launched."""
