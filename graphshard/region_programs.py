@@ -33,7 +33,7 @@ from graphshard.planning import Planning, RegionPlanning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
-from graphshard.signatures import ordered_units, program_key
+from graphshard.signatures import ordered_units, program_key, shown_state
 from graphshard.within_budget import lower_within_budget
 
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
@@ -118,6 +118,8 @@ class RegionPrograms(Generic[E]):
         """What all ranks do for this region, as one of them decides it."""
         contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        if flags := shown_state(state):
+            shown = f"{shown} [{flags}]"
         return contracts.settle(program_key(what, self.structure, state), shown, decide, self.leader)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:

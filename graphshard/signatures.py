@@ -6,6 +6,7 @@ since what a backward still needs is the partitioner's choice, which depends on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,12 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         if any(said):
             found.append(f"{ordinals[unit.name]}: {' '.join(filter(None, said))}")
     return "; ".join(found)
+
+
+def shown_state(text: str) -> str:
+    """What users have set, of `state_text`: not what the shards hold."""
+    words = (re.sub(r" *(behind \d|\[\(.*?\)\])", "", unit) for unit in text.split("; "))
+    return "; ".join(unit for unit in words if not unit.endswith(":") and unit)
 
 
 def program_key(what: str, structure: str, state: str) -> str:

@@ -15,7 +15,7 @@ from graphshard.dispatch import KEEP, REACHED, RESHARD, Binding, UnitState
 from graphshard.plan import PlannedBucket, PlannedStep
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.shards import RESIDENT
-from graphshard.signatures import ordered_units, state_text, structure
+from graphshard.signatures import ordered_units, shown_state, state_text, structure
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -192,3 +192,8 @@ def test_frozen_parameters_are_not_reduced_and_dtypes_apart() -> None:
     )
     mixed = call(FakeShard(unit, 0, reduce_dtype=BF16), FakeShard(unit, 1))
     assert launches(mixed, [USUAL]) == "gather x.a; gather x.b; reduce x.a; reduce x.b"
+
+
+def test_errors_show_of_a_state_what_users_have_set() -> None:
+    assert shown_state("0: behind 1 [(0, 1), (1, 1)]; 1: unreduced [(0, 65)]; 3: outside") == "1: unreduced; 3: outside"
+    assert shown_state("0: behind 1 [(0, 1)]") == shown_state("") == ""
