@@ -52,6 +52,7 @@ class Contracts:
 
     Attributes:
         is_busy: says of a rank whether it compiles: it is waited for.
+        waited: of what is said of a wait in vain for some ranks makes what is said of it, and of what they are doing.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Contracts:
         self.ranks = tuple(sorted(ranks))
         self.deadline_s = deadline_s
         self.is_busy: Callable[[int], bool] = lambda rank: False
+        self.waited: Callable[[str, Sequence[int]], str] = lambda said, missing: said
         self._decided: dict[str, str] = {}
 
     @property
@@ -232,9 +234,10 @@ class Contracts:
 
     def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
         ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        said = f"waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came so far"
+        told = self.waited(f"contract: rank {self.rank} {said}", missing)
         return RanksDiffer(
-            f"contract: rank {self.rank} waited {self.deadline_s:g} s for {ranks} to come to {what}, which never came "
-            "so far; want the same calls, flags and modules in use on every rank, or, of units whose parameters some "
+            f"{told}; want the same calls, flags and modules in use on every rank, or, of units whose parameters some "
             "ranks use and others do not, set_reduce_scatter_unused_params(True)"
         )
 

@@ -18,6 +18,7 @@ from graphshard.agreement import DEADLINE_S, Posted, group_key, post, without_pe
 from graphshard.compat import backward_id, resolve_process_group
 from graphshard.compat_store import default_store
 from graphshard.errors import RanksDiffer
+from graphshard.fsdp2 import Unit
 from graphshard.rank_store import Store
 from graphshard.report import Launched, NamedShard, ProgramRecord
 
@@ -29,22 +30,6 @@ _ADVICE = (
 )
 _OF_GROUPS = {"subject": "what their process groups have found", "advice": "want the same on every rank"}
 _NAMED_RANKS = 8
-
-
-class Unit(Protocol):
-    """What is asked of a unit."""
-
-    @property
-    def group_name(self) -> str: ...
-
-    @property
-    def replicate_group_name(self) -> str: ...
-
-    @property
-    def post_forward(self) -> tuple[int, str] | None: ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
 
 
 class Waits(Protocol):
@@ -295,8 +280,7 @@ def executed_of(model: str, every: int | None, units: Iterable[Unit], waits: Wai
     everyone: set[int] = set()
     for unit in units:
         everyone.update(unit.ranks)
-        names = (unit.group_name, unit.replicate_group_name, *(unit.post_forward or ())[1:])
-        for name in filter(None, names):
+        for name in unit.group_names:
             group = resolve_process_group(name)
             if name not in groups and dist.get_world_size(group) > 1 and not without_peers(group):
                 groups[name] = dist.get_process_group_ranks(group)

@@ -52,7 +52,14 @@ class Programs(Protocol):
     """What makes the region's programs."""
 
     def lower(
-        self, graph: MarkedGraph, binding: Binding, plan: Any, state: str, late: bool, contract: Contract
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        plan: Any,
+        state: str,
+        late: bool,
+        contract: Contract,
+        held_bytes: int,
     ) -> Program:
         """Makes a program that realises a contract."""
 
@@ -281,7 +288,9 @@ class Followed:
                 [name for name, _ in wider.slots], wider.gathered, wider.reduced, whole, states, undefined, inputs_only
             )
             contract = following.contract_for(part)
-            program = self._programs[program_key] = self._made.lower(wider, whole, plan, "", late, contract)
+            held_bytes = sum(shard.held_bytes for shard in following.shards.values() if shard not in whole.shards)
+            program = self._made.lower(wider, whole, plan, "", late, contract, held_bytes)
+            self._programs[program_key] = program
         return _Step(part, gathers, reductions, handed, whole, program)
 
     def _states(

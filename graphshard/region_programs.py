@@ -159,6 +159,7 @@ class RegionPrograms(Generic[E]):
         state: str,
         late: bool,
         contract: Contract | None = None,
+        held_bytes: int = 0,
     ) -> Program:
         """Makes a program.
 
@@ -169,12 +170,20 @@ class RegionPrograms(Generic[E]):
             state: of the units, in words that all ranks have in common.
             late: whether the compilation of the region is over.
             contract: that it realises; None: it is asked for, or made.
+            held_bytes: that are held for other programs while it runs.
         """
         with compiling(self.engine.name, f"the {graph.direction} of region {self.number}"):
-            return self._lower(graph, binding, plan, state, late, contract)
+            return self._lower(graph, binding, plan, state, late, contract, held_bytes)
 
     def _lower(
-        self, graph: MarkedGraph, binding: Binding, plan: Plan, state: str, late: bool, contract: Contract | None
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        plan: Plan,
+        state: str,
+        late: bool,
+        contract: Contract | None,
+        held_bytes: int,
     ) -> Program:
         params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
         params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
@@ -185,7 +194,7 @@ class RegionPrograms(Generic[E]):
         named = program_flags(text, self.engine.name)
         ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
         if contract is not None:
-            lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract)
+            lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
         else:
             lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
         start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)

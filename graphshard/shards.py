@@ -127,6 +127,11 @@ class Shard:
             | (self.partial is not None) * PARTIAL
         )
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is held at full size."""
+        return sum(value.nbytes for value in (self.full, self.held, self.pending) if value is not None)
+
     # -- gathered values that stay
 
     @property

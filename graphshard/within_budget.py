@@ -28,6 +28,7 @@ def lower_within_budget(
     planner: RegionPlanning | None,
     flags: str,
     contract: Contract | None = None,
+    held_bytes: int = 0,
 ) -> tuple[Lowered, Decision | None]:
     """Makes one program of a marked graph, as `driver.lower` does, and what was decided for it.
 
@@ -41,6 +42,7 @@ def lower_within_budget(
         planner: of the region; None: nothing is planned.
         flags: text of the program's flags, by which a stored plan is found.
         contract: of the program, if it was decided already: it is realised, and a broken budget is noted.
+        held_bytes: that are held for other programs while it runs.
 
     Raises:
         BudgetTooSmall: `memory_budget` does not suffice.
@@ -50,7 +52,7 @@ def lower_within_budget(
         return driver.lower(gm, ctx, title), None
     ctx = replace(ctx, coalesces=planner.coalesces)
     if contract is not None:
-        return _lower_by_contract(gm, ctx, title, planner, flags, contract)
+        return _lower_by_contract(gm, ctx, title, planner, flags, contract, held_bytes)
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):
@@ -87,7 +89,13 @@ def lower_within_budget(
 
 
 def _lower_by_contract(
-    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, flags: str, contract: Contract
+    gm: GraphModule,
+    ctx: PassContext,
+    title: str,
+    planner: RegionPlanning,
+    flags: str,
+    contract: Contract,
+    held_bytes: int,
 ) -> tuple[Lowered, Decision | None]:
     if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
         lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags)), title)
@@ -101,11 +109,12 @@ def _lower_by_contract(
         raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")
     latest = planner.latest
     if latest is not None and planner.budget_is_asked:
-        peak = peak_bytes(lowered.gm.graph, ctx)
+        peak = peak_bytes(lowered.gm.graph, ctx) + held_bytes
         if peak > latest.budget_bytes:
+            held = f" (with {held_bytes} held for other parts of the call)" if held_bytes else ""
             planner.note(
-                f"{title}: allocates {peak} bytes, more than memory_budget, {latest.budget_bytes}: the collectives "
-                "that all ranks agreed on were planned for other shapes"
+                f"{title}: allocates {peak} bytes{held}, more than memory_budget, {latest.budget_bytes}: the "
+                "collectives that all ranks agreed on were planned for other shapes, or for a call in one graph"
             )
     return lowered, latest
 

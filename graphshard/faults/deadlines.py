@@ -17,7 +17,8 @@ from graphshard.compat_store import default_store, own_connection
 from graphshard.contracts import Contracts
 from graphshard.faults.dumps import check_folder
 from graphshard.faults.inquiry import read_compiling
-from graphshard.faults.watchdog import Watched, watch_model
+from graphshard.faults.watchdog import Watched, waited, watch_model
+from graphshard.fsdp2 import Unit
 from graphshard.rank_store import Store
 from graphshard.report import Report
 
@@ -29,22 +30,6 @@ _PATIENCE = 0.97
 _CONNECTION_TIMEOUT_S = 10.0
 # Ranks come to their first program at least so far apart: they have traced it before.
 _FIRST_S = 10.0
-
-
-class Unit(Protocol):
-    """What is asked of a unit."""
-
-    @property
-    def group_name(self) -> str: ...
-
-    @property
-    def replicate_group_name(self) -> str: ...
-
-    @property
-    def post_forward(self) -> tuple[int, str] | None: ...
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 class Waits(Protocol):
@@ -128,7 +113,7 @@ def watch(engine: Engine, deadline_s: float | None) -> None:
         return store
 
     engine.contracts.deadline_s = deadline
-    engine.contracts.is_busy = is_compiling
+    engine.contracts.is_busy, engine.contracts.waited = is_compiling, waited
     if engine.planning is not None:
         engine.planning.deadline_s = min(engine.planning.deadline_s, max(deadline, _FIRST_S))
     watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
@@ -142,9 +127,7 @@ def is_compiling(rank: int) -> bool:
 def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, torch.device]]:
     devices: dict[str, torch.device] = {}
     for unit in units:
-        after_forward = unit.post_forward
-        names = (unit.group_name, unit.replicate_group_name, after_forward[1] if after_forward else "")
-        devices |= {name: unit.device for name in names if name}
+        devices |= dict.fromkeys(unit.group_names, unit.device)
     groups = [(resolve_process_group(name), device) for name, device in devices.items()]
     return [
         (group, device)

@@ -17,7 +17,9 @@ def sentence(first: Status, others: Mapping[int, Status | None] | None) -> str:
         first: the rank that waited too long, or whose collective failed.
         others: what the other ranks answered; None for one that did not. None: the store did not answer.
     """
-    if first.doing == "failed":
+    if first.doing == "failed" and not first.program:
+        head = first.text
+    elif first.doing == "failed":
         head = f"rank {first.rank} could not go on {_place(first)}"
     else:
         stands = "has waited" if first.what != "launch" else "has stood for"

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from graphshard.faults.dumps import Dump, fault_name, write_dump
 from graphshard.faults.inquiry import ANSWER_S, POLL_S, STORE_S, Question, within
 from graphshard.faults.place import Place, frames_of, place_of
 from graphshard.faults.sentence import sentence
-from graphshard.faults.status import Status, main_frame, status_of
+from graphshard.faults.status import Status, main_frame, status_of, user_line
 from graphshard.rank_store import Store
 
 log = logging.getLogger("graphshard")
@@ -189,6 +190,13 @@ class Watchdog:
         said, _, dumped = self.asked(status, self._store, final=False)
         return f"{said} ({dumped})"
 
+    def waited(self, said: str, missing: Sequence[int]) -> str:
+        """The same of a rank that has waited for `missing` ranks in vain, at no collective: `said`."""
+        ranks = tuple(sorted({self._rank, *missing}))
+        status = replace(self._status(0.0), doing="failed", program="", text=said, ranks=ranks)
+        told, _, dumped = self.asked(status, self._store, final=False)
+        return f"{told} ({dumped})"
+
     def _status(self, seconds: float) -> Status:
         return own_status(self._rank, seconds, None, "" if activity.run is not None else self._traces, failed=False)
 
@@ -294,6 +302,12 @@ def watch_model(name: str, owner: object, watched: Watched, connect: Callable[[]
 def running() -> Watchdog | None:
     """The watchdog that runs in this default process group."""
     return next((found for found in _watchdogs if found.serves), None)
+
+
+def waited(said: str, missing: Sequence[int]) -> str:
+    """What a rank says that has waited in vain (`said`), with its line and what the `missing` ranks are doing."""
+    said = f"{said} ({user_line()})"
+    return said if (watchdog := running()) is None else watchdog.waited(said, missing)
 
 
 def is_watched(model: str) -> bool:

@@ -75,6 +75,12 @@ class Unit:
         return str(mesh.replicate_process_group.group_name) if isinstance(mesh, DDPMeshInfo) else ""
 
     @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of all process groups that its collectives go over."""
+        after_forward = self.post_forward
+        return tuple(filter(None, (self.group_name, self.replicate_group_name, *(after_forward or ())[1:])))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that hold a part of its parameters, or a copy, in order."""
         mesh: DeviceMesh = self._raw.mesh_info.mesh

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_ranks import DEADLINE_S, GROUP_TIMEOUT_S, Net, run_ranks, train
+from faulty_ranks import AHEAD_S, DEADLINE_S, GROUP_TIMEOUT_S, Net, run_ranks, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import graphshard
 from graphshard.faults import diagnose
+from graphshard.faults.dumps import read_dumps
 from graphshard.faults.status import Status
 from graphshard.faults.watchdog import EXIT_STATUS, own_status, running
 from graphshard.testing import WorkerPool
@@ -41,6 +42,8 @@ def test_rank_that_sleeps_is_named_with_its_line_and_all_ranks_end(tmp_path: Pat
     told = re.search(r"rank 0 has waited .* rank 0 at 7\)", line)
     assert told is not None
     assert told[0] in out.getvalue()
+    slow, fast = sorted(dump.written for dump in read_dumps(tmp_path / "faults")[0])
+    assert abs(fast - slow - AHEAD_S) < 60  # no rank minds the clocks of others
     stacks = "".join(file.read_text() for file in (tmp_path / "faults").iterdir())
     assert "in misbehave" in stacks
     assert "in wait_for_others" in stacks
@@ -86,7 +89,9 @@ def test_rank_with_other_flags_is_told_what_it_alone_wants(tmp_path: Path) -> No
     assert waiting.seconds < ENDS_WITHIN_S
     assert re.search(rf"CommunicationFailed: .*in the backward of region 0 of Net\d+ {NAMED}", waiting.written)
     assert re.search(
-        r"RanksDiffer: contract: rank 1 waited .* for rank 0 to come to backward of blocks.0, .*unreduced", differs.written
+        r"RanksDiffer: contract: rank 1 waited .* for rank 0 to come to backward of blocks.0, .*unreduced.*"
+        r"\(faulty_ranks\.py:\d+\); rank 0 is not in it: it is in the backward of region 0 of Net\d+, at bucket 'reduce:",
+        differs.written,
     )
 
 
