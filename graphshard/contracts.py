@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -51,7 +52,8 @@ class Contracts:
             again from those of the run before, whose store is still there. None: there was none before.
 
     Attributes:
-        is_busy: says of a rank whether it compiles: it is waited for.
+        is_busy: says of a rank whether it compiles, and does not wait itself: it is waited for.
+        waiting: around a wait: tells the others.
         waited: of what is said of a wait in vain for some ranks makes what is said of it, and of what they are doing.
     """
 
@@ -71,6 +73,7 @@ class Contracts:
         self.ranks = tuple(sorted(ranks))
         self.deadline_s = deadline_s
         self.is_busy: Callable[[int], bool] = lambda rank: False
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.waited: Callable[[str, Sequence[int]], str] = lambda said, missing: said
         self._decided: dict[str, str] = {}
 
@@ -210,13 +213,14 @@ class Contracts:
         """
         assert self._store is not None
         begin = idle_since = time.monotonic()
-        while not self._came(name, seconds):
-            now = time.monotonic()
-            missing = [keys[key] for key in self._store.absent(list(keys)[:_ASKED]) if keys[key] != self.rank]
-            if any(map(self.is_busy, missing)) and now - begin < max(self.deadline_s, DEADLINE_S):
-                idle_since = now
-            if now - idle_since >= seconds:
-                return False
+        with self.waiting():
+            while not self._came(name, seconds):
+                now = time.monotonic()
+                missing = [keys[key] for key in self._store.absent(list(keys)[:_ASKED]) if keys[key] != self.rank]
+                if any(map(self.is_busy, missing)) and now - begin < max(self.deadline_s, DEADLINE_S):
+                    idle_since = now
+                if now - idle_since >= seconds:
+                    return False
         return True
 
     def _came(self, name: str, seconds: float) -> bool:

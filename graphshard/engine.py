@@ -84,7 +84,8 @@ class Engine:
         self.holdings = Holdings(programs, self.report)
         by_unit = options.regions == "unit"
         self.prefetch = Prefetch(self.holdings, self.report, by_unit, self.name, self.contracts, planning)
-        self.follower = Follower(self, not by_unit and options.backend != "eager" and planning is not None)
+        has_contracts = options.backend != "eager" and planning is not None
+        self.follower = Follower(self, has_contracts and not by_unit, has_contracts)
         self._rest = rest_of_contracts(self)
         self._outside = OutsideGathers(programs, self.holdings.active, self.backward_runs, self.follower)
         self._eager_ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
@@ -197,8 +198,8 @@ class Engine:
             try:
                 return self._enter(module, method, args, kwargs)
             finally:
-                if self.follower.forward is None:  # else others may still need it: it cannot be gathered again
-                    for unit in self._units_of(module):
+                for unit in self._units_of(module):
+                    if self.follower.may_end(unit):
                         self.holdings.end_unit(unit)
         if dispatch_mode_active():
             self.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")

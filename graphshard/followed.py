@@ -111,11 +111,12 @@ class Followed:
             if shard.is_for_one_program and following.is_used_up(shard):
                 shard.reshard()
 
-    def bring(self, following: Following, direction: Direction, shard: Shard) -> None:
+    def bring(self, following: Following, shard: Shard) -> None:
         """Gathers a parameter that is read outside any graph."""
         following.use([shard], outside=True)
         if shard.full is not None:
             return
+        direction = following.direction
         buckets = following.part([shard.fqn], (), lambda shard: True, f"the {direction} outside any graph")
         graph = marked_graph(empty_graph(direction), direction, [], {}, None)
         step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
@@ -193,8 +194,9 @@ class Followed:
 
     # -- the end of a pass
 
-    def finish(self, following: Following, direction: Direction) -> None:
+    def finish(self, following: Following) -> None:
         """Does what is left of the contract: gathers that this rank does not need, reductions of zeros."""
+        direction = following.direction
         if buckets := following.rest():
             graph = marked_graph(empty_graph(direction), direction, [], {}, None)
             step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
@@ -209,6 +211,7 @@ class Followed:
             self._deliver(step.reductions, reduced)
         if direction == "backward":
             self._leave_as_others(following)
+        following.end()
 
     def _leave_as_others(self, following: Following) -> None:
         """Later programs see the state that those of other ranks see."""
@@ -216,22 +219,21 @@ class Followed:
             shard = following.shards[fqn]
             if shard.unit not in following.staying and shard.is_for_one_program:
                 shard.reshard()
-        if following.inputs_only:
-            return
-        for shard in following.whole.binding.shards:
-            if shard.leaf.requires_grad and not shard.unit.reduce_unused:
-                self._fill(shard, again=shard in following.again)
+        for shard in following.reached:
+            if not shard.unit.reduce_unused:
+                self._fill(shard, following)
 
-    def _fill(self, shard: Shard, again: bool) -> None:
+    def _fill(self, shard: Shard, following: Following) -> None:
         """Zeros for what this rank has not used, where others hold a gradient."""
-        param, device = shard.param, shard.unit.device
-        if again:
+        param, unit, device = shard.param, shard.unit, shard.unit.device
+        is_held = not unit.reduce_grads or unit in following.unreduced
+        if shard in following.again:
             if shard.pending is None:
                 shard.pending = torch.zeros(param.size, dtype=param.param_dtype, device=device)
-        elif not shard.unit.reduce_grads and shard.held is None and shard.pending is None:
+        elif is_held and shard.held is None and shard.pending is None:
             shard.held = torch.zeros(param.size, dtype=param.reduce_dtype, device=device)
         if shard.held is not None or shard.pending is not None:
-            self._region.holdings.active.add(shard.unit)
+            self._region.holdings.active.add(unit)
 
     # -- both
 

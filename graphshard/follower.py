@@ -15,17 +15,17 @@ from graphshard.compat import backward_id
 from graphshard.contract import Contract
 from graphshard.contracts import Contracts
 from graphshard.derived import derived
-from graphshard.dispatch import KEEP, Binding, UnitState
+from graphshard.dispatch import Binding, UnitState
 from graphshard.errors import RanksDiffer
 from graphshard.following import Following
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import Direction
 from graphshard.report import Report
-from graphshard.route import Route
+from graphshard.route import Leg, Route
 from graphshard.shards import Shard
 from graphshard.signatures import Role, WholeCall, program_key, state_text
-from graphshard.states import backward_states, forward_states
+from graphshard.states import backward_states, forward_states, staying_units
 from graphshard.variants import Variants
 
 KEPT = "units kept for backward"
@@ -52,22 +52,25 @@ class Follower:
     Args:
         engine: of the model.
         is_on: whether calls can be whole at all.
+        follows_legs: whether regions have contracts.
 
     Attributes:
         role: of the running call; None: none so far, or all ranks do the same by themselves.
-        finish: does what is left of a backward that is followed.
+        finish: does what is left of a forward or backward that is followed.
     """
 
-    def __init__(self, engine: Engine, is_on: bool) -> None:
+    def __init__(self, engine: Engine, is_on: bool, follows_legs: bool) -> None:
         self._engine = engine
         self._is_on = is_on and engine.contracts.has_peers
+        self._follows_legs = engine.contracts.has_peers and follows_legs
         self._variants: dict[tuple[str, str], Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
         self._needed: dict[str, frozenset[str]] = {}  # by structure: FQNs of what a backward gathers
         self._numbers: Counter[str] = Counter()  # of calls, by entry
-        self._route = Route(engine.contracts)
+        self._route = Route(engine.contracts, engine.report.note_once)
         self._module: nn.Module | None = None
         self._is_known = False  # what the running call is
+        self._is_in_legs = True  # so it is, as far as known
         self.role: Role | None = None
         self.forward: Following | None = None
         self._running: Variants | None = None
@@ -84,14 +87,22 @@ class Follower:
             self._module = module
             self._numbers[self._engine.holdings.entry.name] += 1
 
-    def uses(self, used: Binding | Shard) -> None:
-        """Is told that a part of the running forward uses the parameters of a region, or one outside any graph."""
-        if self.role is None and not self._engine.holdings.in_backward:
-            self._route.use(used)
+    def runs(self, leg: Leg) -> Role | None:
+        """Is told that a region runs its own program; returns what that is to other ranks."""
+        if not self._is_in_legs:
+            return self.role
+        if not self._engine.holdings.in_backward and leg.binding.units:
+            self._route.use(leg)
+        return leg.role(follows=False)
+
+    def may_end(self, unit: Unit) -> bool:
+        """Whether what is gathered of a unit may be freed when its module ends: it may not be gathered again."""
+        return self.forward is None or (self._is_in_legs and unit in self._engine.holdings.split)
 
     def _forget_forward(self) -> None:
         self._route.begin()
         self._is_known, self.role, self.forward, self._running = False, None, None, None
+        self._is_in_legs = True
 
     @property
     def leader(self) -> int | None:
@@ -103,7 +114,9 @@ class Follower:
         holdings = self._engine.holdings
         return not (broken or holdings.nested or holdings.regions_run)
 
-    def of_forward(self, direction: Direction, binding: Binding, structure: str, broken: bool) -> Following | None:
+    def of_forward(
+        self, direction: Direction, binding: Binding, structure: str, broken: bool, runs: bool = True
+    ) -> Following | None:
         """What a region's forward follows; None: it is the whole call, or all ranks have such parts.
 
         Args:
@@ -111,18 +124,48 @@ class Follower:
             binding: its shards.
             structure: its own (see `signatures`).
             broken: whether a graph break ends it.
+            runs: whether it runs now; else it is compiled.
         """
         holdings = self._engine.holdings
         if holdings.in_backward:
-            return self.backward
+            return None if _is_leg(self._backward_role) else self.backward
         if self._is_on and binding.units and not self._is_known:
             self._is_known = True
             self.role = self._role(direction, binding, structure if self.is_whole(broken) else "")
             if self.role is not None and self.role.follows and self._running is not None:
                 states = forward_states(holdings, self.role.whole.binding)
-                self.forward = self._following(self.role.whole, str(direction), states)
+                self.forward = self._following(self.role.whole, direction, states)
                 self.forward.usual = self._running.usual
+            self._is_in_legs = self.role is None
+        if self._is_in_legs and self._follows_legs and binding.units:
+            return self._of_leg(binding, structure, runs)
         return self.forward
+
+    def _of_leg(self, binding: Binding, structure: str, runs: bool) -> Following | None:
+        """What a part follows of a call that is in parts on all ranks."""
+        leg = self._route.leg_of(self._what, self._number, binding.shards, structure)
+        if leg is not None and leg is self._route.current:
+            return self.forward
+        if not runs:
+            return None if leg is None else leg.region.known_as(leg)
+        if self.forward is not None:
+            self.finish(self.forward)
+        self.forward = self.role = None
+        if leg is not None:
+            self._route.enter(leg)
+            self.role = leg.role(follows=True)
+            self.forward = leg.region.enter(leg)
+        return self.forward
+
+    @property
+    def _what(self) -> str:
+        """What the running call is, in words."""
+        holdings = self._engine.holdings
+        return f"the {'inference' if holdings.is_inference else 'forward'} of '{holdings.entry.name}'"
+
+    @property
+    def _number(self) -> int:
+        return self._numbers[self._engine.holdings.entry.name]
 
     def _role(self, direction: Direction, binding: Binding, structure: str) -> Role | None:
         """What the running call is, by its first region. `structure`: of the whole call; empty: a part."""
@@ -134,7 +177,7 @@ class Follower:
             return None
         self._running = variants
         if structure:
-            return variants.role(binding, structure, self._numbers[entry])
+            return variants.role(binding, structure, self._number)
         if not frozenset(binding.shards) <= frozenset(variants.primary.binding.shards):
             return None
         self._engine.report.note_once(
@@ -195,7 +238,7 @@ class Follower:
         if (number := backward_id()) != self._backward_id:
             self._backward_id, self.backward, self._backward_role = number, None, None
         role = asked.role
-        if role is None or role is self._backward_role:
+        if role is self._backward_role or (role is None and not _is_leg(self._backward_role)):
             return self.backward
         if self.backward is not None:  # of a later call, which ends before this one on the other ranks
             if any(call.role is self._backward_role and call.follows() for call in self._engine.holdings.calls):
@@ -204,31 +247,35 @@ class Follower:
                     "graphs break where those of others do not cannot follow; call backward for each of them"
                 )
             self.finish(self.backward)
-        self.backward, self._backward_role = self._of_call(role, asked) if role.follows else None, role
+        self._backward_role = role
+        self.backward = self._of_call(role, asked) if role is not None and role.follows else None
         return self.backward
 
     def _of_call(self, role: Role, asked: Backward) -> Following:
         """What the backward of a call follows."""
-        binding = role.whole.binding
-        again = frozenset[Shard]()
-        for call in self._engine.holdings.calls:
+        binding, holdings = role.whole.binding, self._engine.holdings
+        again, units_again = frozenset[Shard](), frozenset[Unit]()
+        for call in holdings.calls:
             if call.role is not role and call.follows():
                 again |= binding.overlap(call.sent)
-        usual = Backward(asked.entry, again=again, inputs_only=asked.inputs_only)
+                units_again |= binding.parts & holdings.split & call.binding.unit_set
+        usual = Backward(asked.entry, (), again, units_again, asked.inputs_only, role)
+        if isinstance(role.leg, Leg):
+            return role.leg.region.enter_backward(role.leg, usual)
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
-        states = backward_states(self._engine.holdings, reduced, binding, usual, dead, frozenset())
+        states = backward_states(holdings, reduced, binding, usual, dead, frozenset())
         following = self._following(role.whole, "backward", states)
-        following.again, following.inputs_only = again, asked.inputs_only
-        following.staying = frozenset(
-            unit for unit, state in zip(binding.units, states, strict=True) if state.behind == KEEP
-        )
+        following.again = again
+        following.reached = frozenset(binding.shards[slot] for slot in reduced if slot not in dead)
+        following.staying = staying_units(binding, states)
         return following
 
     def reads_outside(self, shard: Shard) -> Role | None:
         """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
         if self.forward is None:
-            self.uses(shard)
+            if self._is_in_legs and not self._engine.holdings.in_backward:
+                self._route.use(shard)
             return None
         if torch.is_grad_enabled() and shard.leaf.requires_grad:
             self.outside.add(shard)
@@ -240,7 +287,7 @@ class Follower:
         if role is not None:
             self.of_backward(Backward(role=role))
 
-    def _following(self, whole: WholeCall, direction: str, states: Sequence[UnitState]) -> Following:
+    def _following(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> Following:
         state = state_text(whole.binding, states, direction == "backward")
         key = program_key(direction, whole.structure, state)
         base_key = (whole.structure, direction)
@@ -252,7 +299,7 @@ class Follower:
         what = f"the {direction} of '{self._engine.holdings.entry.name}'"
         contract = Contract.parse(self._engine.contracts.settle(key, what, decide, whole.leader))
         self.learn(whole.structure, direction, contract)
-        return Following(whole, contract)
+        return Following(whole, contract, direction)
 
     def learn_backward(self, structure: str, gathered: Iterable[str]) -> None:
         """Is told the FQNs of what the backward of a whole call gathers, if all is sharded."""
@@ -277,15 +324,15 @@ class Follower:
         Raises:
             RanksDiffer: ranks have used other parameters than each other, in a call that is in parts on all of them.
         """
-        if self.role is None:
-            entry, kind = (
-                self._engine.holdings.entry.name,
-                "inference" if self._engine.holdings.is_inference else "forward",
-            )
-            self._route.end(f"the {kind} of '{entry}'", self._numbers[entry])
+        if self._is_in_legs:
+            self._route.end(self._what, self._number)
         if self._running is not None and self.forward is not None:
             self._running.end_call(self.forward.uses)
         self._forget_forward()
+
+
+def _is_leg(role: Role | None) -> bool:
+    return role is not None and role.leg is not None
 
 
 def _ordered(shards: Iterable[Shard]) -> Binding:

@@ -51,24 +51,30 @@ class Following:
     Attributes:
         whole: the call as the other ranks make it.
         contract: of its forward or backward.
+        direction: of that.
         shards: its parameters by FQN.
         done: how many buckets were launched.
         uses: how many programs have used each parameter; infinitely many where it is read outside any graph.
         usual: the same of earlier passes, the most of each.
         again: of a backward: what an earlier call uses, too, whose backward is still to come.
         staying: of a backward: units that stay gathered behind it.
-        inputs_only: whether no parameter is to get a gradient.
+        reached: of a backward: what the other ranks have gradients of.
+        unreduced: of a backward: units whose gradients they reduce behind it.
+        end: does what they do behind it.
     """
 
     whole: WholeCall
     contract: Contract
+    direction: Direction
     shards: Mapping[str, Shard] = field(init=False)
     done: int = 0
     uses: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     usual: Mapping[str, float] = field(default_factory=dict)
     again: frozenset[Shard] = frozenset()
     staying: frozenset[Unit] = frozenset()
-    inputs_only: bool = False
+    reached: frozenset[Shard] = frozenset()
+    unreduced: frozenset[Unit] = frozenset()
+    end: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.shards = {shard.fqn: shard for shard in self.whole.binding.shards}

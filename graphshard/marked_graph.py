@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graphshard.compat import CompileState
+from graphshard.contract import Contract
 from graphshard.dispatch import Plan
 from graphshard.ir import Direction, is_tangent, output_args, reductions, shard_placeholder, unshards
 from graphshard.report import ProgramRecord
@@ -51,11 +52,19 @@ class MarkedGraph:
 
 @dataclass
 class Program:
-    """Compiled code for one graph, grouping and run-time state; `plan` is about its extra arguments and results."""
+    """Compiled code for one graph, grouping and run-time state.
+
+    Attributes:
+        run: the code.
+        record: of it.
+        plan: about its extra arguments and results.
+        contract: that all ranks have for it; None: it has no peers.
+    """
 
     run: BoxedCallable
     record: ProgramRecord
     plan: Plan
+    contract: Contract | None = None
 
 
 @dataclass

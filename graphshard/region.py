@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -22,6 +22,7 @@ from graphshard.executed import Executed
 from graphshard.faults import run_program
 from graphshard.followed import Followed
 from graphshard.follower import Follower
+from graphshard.following import Following
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import (
@@ -34,9 +35,10 @@ from graphshard.planning import Planning
 from graphshard.prefetch import Prefetch
 from graphshard.region_programs import CompileGraph, RegionPrograms
 from graphshard.report import Report
+from graphshard.route import Leg
 from graphshard.shards import Shard
-from graphshard.signatures import state_text, structure
-from graphshard.states import backward_states, forward_states
+from graphshard.signatures import places, state_text, structure
+from graphshard.states import backward_states, forward_states, staying_units
 
 
 class Engine(Protocol):
@@ -96,6 +98,8 @@ class Region:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
+        self._backward_graph: MarkedGraph | None = None
+        self._usual: dict[str, float] = {}  # how many parts of it used each parameter where it was followed
         self._made: RegionPrograms[Engine] = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
         self._followed = Followed(self, self._made)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
@@ -117,12 +121,13 @@ class Region:
         if direction == "backward":
             shards = self._made.binding(graph).shards
             engine.follower.learn_backward(self._made.structure, (shards[slot].fqn for slot in graph.gathered))
+            self._backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         made, binding = self._made, self._made.binding(graph)
         made.structure = structure(binding, self._input_grads, engine.follower.is_whole(self._broken))
-        following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken)
+        following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken, runs=False)
         made.leader = engine.follower.leader
         if following is not None:
             self._followed.lower_forward(graph, binding, following)
@@ -175,19 +180,23 @@ class Region:
             if graph.direction == "forward":
                 self.calls.begin(binding, holdings.entry, follower.role)
             return self._followed.forward(graph, binding, args, following)
-        if binding.units:
-            follower.uses(binding)
-        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
-        holdings.regions_run += 1
+        program = self._before_forward(graph, binding)
+        role = follower.runs(Leg(self, self._made.structure, graph, binding, program))
         if graph.direction == "forward":
-            self.calls.begin(binding, holdings.entry, follower.role)
-        program = self._program(graph, binding, forward_states(holdings, binding))
+            self.calls.begin(binding, holdings.entry, role)
         extra = program.plan.extra_args(binding.shards)
         for slot in program.plan.dropped:
             if binding.shards[slot].is_for_one_program:
                 binding.shards[slot].reshard()
         return self._run(program, binding, args, extra)
+
+    def _before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
+        """Gathers what the program does not; returns the program that runs then."""
+        holdings = self.engine.holdings
+        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
+        self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
+        holdings.regions_run += 1
+        return self._program(graph, binding, forward_states(holdings, binding))
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
         """Runs a program; keeps what is to stay gathered."""
@@ -243,6 +252,21 @@ class Region:
         if (following := engine.follower.of_backward(asked)) is not None:
             reached = undefined if dead else frozenset()
             return self._followed.backward(graph, binding, args, following, asked, dead, reached)
+        turn = self._before_backward(graph, binding, asked, dead, undefined)
+        results = self.run(turn.program, binding, args)
+        self._behind_backward(turn)
+        return results
+
+    def _before_backward(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        asked: Backward,
+        dead: frozenset[int],
+        undefined: frozenset[str] = frozenset(),
+    ) -> _Turn:
+        """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
+        engine = self.engine
         split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
         engine.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
         behind = frozenset[Unit]()
@@ -252,15 +276,50 @@ class Region:
         if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
         program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
-        results = self.run(program, binding, args)
-        for shard in binding.shards:  # what was gathered for this program, and another call will gather again
-            if shard.is_for_one_program:
-                shard.reshard()
-        for unit in behind:
-            engine.holdings.launch_reduction(unit)
-        if split:
-            engine.holdings.end_split(split - asked.units_again)
-        return results
+        return _Turn(binding, states, program, behind, split, split - asked.units_again)
+
+    def _behind_backward(self, turn: _Turn) -> None:
+        _free(turn.binding)  # what was gathered for this program, and another call will gather again
+        for unit in turn.behind:
+            self.engine.holdings.launch_reduction(unit)
+        self.engine.holdings.end_split(turn.ended)
+
+    # -- a region that has come apart on this rank (see `route`)
+
+    def known_as(self, leg: Leg) -> Following | None:
+        """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
+        if leg.program.contract is None or (leg.graph.direction == "forward" and self._backward_graph is None):
+            return None
+        return _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
+
+    def enter(self, leg: Leg) -> Following:
+        """Does what ranks do before the program of a leg; returns what they send then."""
+        program = self._before_forward(leg.graph, leg.binding)
+        following = _sent_for(leg, leg.binding, program, leg.graph.direction)
+        following.usual = self._usual
+
+        def end() -> None:
+            self._usual |= {fqn: max(count, self._usual.get(fqn, 0)) for fqn, count in following.uses.items()}
+            _free(leg.binding)
+
+        following.end = end
+        return following
+
+    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+        """The same of its backward."""
+        graph = self._backward_graph
+        assert graph is not None
+        shard_of = {name: shard for (name, _), shard in zip(leg.graph.slots, leg.binding.shards, strict=True)}
+        binding = Binding(tuple(shard_of[name] for name, _ in graph.slots))
+        dead = self._dead_outputs(graph, frozenset(), asked.inputs_only)
+        turn = self._before_backward(graph, binding, asked, dead)
+        following = _sent_for(leg, binding, turn.program, "backward")
+        following.again = asked.again
+        following.staying = staying_units(binding, turn.states)
+        following.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
+        following.unreduced = turn.behind | turn.split
+        following.end = partial(self._behind_backward, turn)
+        return following
 
     @property
     def followed(self) -> Followed:
@@ -329,6 +388,38 @@ class Region:
         if key not in self._dead:
             self._dead[key] = frozenset(dead_outputs(graph.gm.graph, undefined, inputs_only))
         return self._dead[key]
+
+
+class _Turn(NamedTuple):
+    """One run of a backward.
+
+    Attributes:
+        binding: its shards.
+        states: of their units.
+        program: that runs.
+        behind: units whose gradients are reduced behind it.
+        split: units that are reduced as a whole.
+        ended: those of them that no other call of this backward uses.
+    """
+
+    binding: Binding
+    states: list[UnitState]
+    program: Program
+    behind: frozenset[Unit]
+    split: frozenset[Unit]
+    ended: frozenset[Unit]
+
+
+def _free(binding: Binding) -> None:
+    for shard in binding.shards:
+        if shard.is_for_one_program:
+            shard.reshard()
+
+
+def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> Following:
+    assert program.contract is not None
+    contract = program.contract.for_params(places(binding))
+    return Following(leg.role(follows=True).whole, contract, direction)
 
 
 def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:

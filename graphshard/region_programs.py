@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from graphshard.compat import generated_code
 from graphshard.compat_results import hide_results
-from graphshard.contract import Contract, contract_of, params_of
+from graphshard.contract import Contract, contract_of
 from graphshard.contracts import Contracts
 from graphshard.dispatch import KEEP, Binding, Plan, post_forward_ref, usual_flags
 from graphshard.driver import Lowered
@@ -33,7 +33,7 @@ from graphshard.planning import Planning, RegionPlanning
 from graphshard.printer import format_graph
 from graphshard.report import ProgramRecord, Report
 from graphshard.shards import Shard
-from graphshard.signatures import ordered_units, program_key, shown_state
+from graphshard.signatures import ordered_units, places, program_key, shown_state
 from graphshard.within_budget import lower_within_budget
 
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
@@ -196,7 +196,7 @@ class RegionPrograms(Generic[E]):
         if contract is not None:
             lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
         else:
-            lowered, decision = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+            lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
         start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
             run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
@@ -216,15 +216,14 @@ class RegionPrograms(Generic[E]):
             **communication_facts(lowered.gm.graph, binding.shards),
         )
         self.engine.report.programs.append(record)
-        return Program(run, record, plan)
+        return Program(run, record, plan, contract)
 
     def _lower_as_agreed(
         self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
-    ) -> tuple[Lowered, Decision | None]:
+    ) -> tuple[Lowered, Decision | None, Contract | None]:
         """The program whose collectives are those of its contract: of this rank's making, or of another's."""
         made: list[tuple[Lowered, Decision | None]] = []
-        ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
-        params = params_of(ctx, ordinals)
+        params = places(binding)
 
         def decide() -> str:
             made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
@@ -233,13 +232,13 @@ class RegionPrograms(Generic[E]):
 
         if self._planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
             decide()
-            return made[0]
+            return *made[0], None
         contract = Contract.parse(self.settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
         self.engine.follower.learn(self.structure, graph.direction, contract)
         if not made:
             contract = contract.for_params(params)
             made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
-        return made[0]
+        return *made[0], contract
 
     def accumulates_sharded(self, graph: MarkedGraph, binding: Binding) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not."""

@@ -10,7 +10,6 @@ from graphshard import region
 from graphshard.compat import boxed_graph
 from graphshard.dispatch import Binding
 from graphshard.followed import Followed
-from graphshard.following import Following
 from graphshard.ir import Direction
 from graphshard.shards import Shard
 
@@ -30,7 +29,7 @@ class Rest:
     def __init__(self, engine: Engine, followed: Followed) -> None:
         self._engine = engine
         self._followed = followed
-        engine.follower.finish = self._finish
+        engine.follower.finish = followed.finish
 
     @torch.no_grad()
     def bring(self, shard: Shard) -> bool:
@@ -38,7 +37,7 @@ class Rest:
         direction: Direction = "inference" if self._engine.holdings.is_inference else "forward"
         following = self._engine.follower.of_forward(direction, Binding((shard,)), "", broken=True)
         if following is not None:
-            self._followed.bring(following, direction, shard)
+            self._followed.bring(following, shard)
         return following is not None
 
     @torch.no_grad()
@@ -48,18 +47,14 @@ class Rest:
         if self._engine.holdings.in_backward:
             return
         if follower.forward is not None:
-            inference = self._engine.holdings.is_inference
-            self._followed.finish(follower.forward, "inference" if inference else "forward")
+            self._followed.finish(follower.forward)
         follower.end_forward()
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """A backward ends."""
         if (following := self._engine.follower.end_backward()) is not None:
-            self._finish(following)
-
-    def _finish(self, following: Following) -> None:
-        self._followed.finish(following, "backward")
+            self._followed.finish(following)
 
 
 def rest_of_contracts(engine: Engine) -> Rest:

@@ -1,16 +1,28 @@
-"""Which parameters the parts of a call use, where no rank has one graph of it: compared between ranks when it changes.
+"""The legs of a call that no rank has in one graph: the regions that it goes through, and parameters read between them.
 
-Programs of equal blocks are one program, so that ranks which run them for other blocks than each other would mix their
-parameters and never notice.
+A leg that has come apart on this rank alone, because its graph breaks in another place than before, is not heard of on
+the others. So where a part of a call uses some of what the last call's leg in its place used, ranks ask each other
+whether all take it so (see `variants`); if not, the part follows what is sent for that leg.
+
+Programs of equal blocks are one program: ranks that run them for other blocks than each other would mix their
+parameters and never notice. So what a call used is compared between ranks when it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
+from graphshard.calls import Backward
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
+from graphshard.following import Following
+from graphshard.marked_graph import MarkedGraph, Program
 from graphshard.shards import Shard
+from graphshard.signatures import Role, WholeCall
+from graphshard.variants import ASKED_TIMES, PATIENCE_S
 
 _SUBJECT = "the units that they use, in order, and the parameters of each"
 _ADVICE = (
@@ -20,25 +32,118 @@ _ADVICE = (
 )
 
 
+class Region(Protocol):
+    """What is asked of a region."""
+
+    def known_as(self, leg: Leg) -> Following | None:
+        """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
+
+    def enter(self, leg: Leg) -> Following:
+        """Does what ranks do before the program of a leg; returns what they send then."""
+
+    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+        """The same of its backward."""
+
+
+@dataclass(eq=False)
+class Leg:
+    """A region of a call.
+
+    Attributes:
+        region: it.
+        structure: of its forward (see `signatures`).
+        graph: of its forward.
+        binding: its shards.
+        program: that ran.
+    """
+
+    region: Region
+    structure: str
+    graph: MarkedGraph
+    binding: Binding
+    program: Program
+
+    def __post_init__(self) -> None:
+        self.shards = frozenset(self.binding.shards)
+
+    def role(self, follows: bool) -> Role:
+        """What a run of it is to the other ranks. `follows`: in parts."""
+        return Role(WholeCall(self.structure, self.binding, None), follows, self)
+
+
 class Route:
     """The routes of a model's calls.
 
     Args:
         contracts: of the model.
+        say: takes a note.
+
+    Attributes:
+        current: the leg of the running call whose parts run.
     """
 
-    def __init__(self, contracts: Contracts) -> None:
+    def __init__(self, contracts: Contracts, say: Callable[[str], None]) -> None:
         self._contracts = contracts
-        self._latest: dict[str, tuple[Binding | Shard, ...]] = {}  # by what the calls are, in words
-        self._running: list[Binding | Shard] = []
+        self._say = say
+        self._latest: dict[str, tuple[Leg | Shard, ...]] = {}  # by what the calls are, in words
+        self._running: list[Leg | Shard] = []
+        self._answers: dict[tuple[int, frozenset[Shard]], bool] = {}  # of the running call
+        self._alike: Counter[str] = Counter()
+        self._differ: set[str] = set()
+        self.current: Leg | None = None
 
     def begin(self) -> None:
         """A call begins."""
-        self._running = []
+        self._running, self._answers, self.current = [], {}, None
 
-    def use(self, used: Binding | Shard) -> None:
-        """A part of the call uses the parameters of a region, or reads one outside any graph."""
+    def use(self, used: Leg | Shard) -> None:
+        """A leg runs, or a parameter is read outside any graph."""
         self._running.append(used)
+        self.current = None
+
+    def enter(self, leg: Leg) -> None:
+        """A leg begins of which this rank has parts."""
+        self._running.append(leg)
+        self.current = leg
+
+    def leg_of(self, what: str, number: int, shards: Iterable[Shard], structure: str) -> Leg | None:
+        """The leg that something belongs to which is about to run; None: it is one of its own.
+
+        Args:
+            what: the call is, in words.
+            number: of the call, the same on every rank.
+            shards: that it uses.
+            structure: its own (see `signatures`).
+        """
+        own = frozenset(shards)
+        if self.current is not None and own <= self.current.shards:
+            return self.current
+        place, latest = len(self._running), self._latest.get(what, ())
+        leg = latest[place] if place < len(latest) else None
+        if not isinstance(leg, Leg) or not own < leg.shards or leg.region.known_as(leg) is None:
+            return None
+        if (place, own) not in self._answers:
+            self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", structure)
+        return None if self._answers[place, own] else leg
+
+    def _all_take(self, what: str, where: str, structure: str) -> bool:
+        """Whether all ranks have come to such a part of the call in place of the leg."""
+        if what in self._differ:
+            return False
+        if self._alike[structure] >= ASKED_TIMES:
+            return True
+        # Ranks that never ask stand in a collective meanwhile, whose deadline is not to pass.
+        patience_s = min(PATIENCE_S, self._contracts.deadline_s / 4)
+        met = self._contracts.meet(f"{where}\n{what}", what, structure, patience_s)
+        if met is not None and met.alike:
+            self._alike[structure] += 1
+            return True
+        self._differ.add(what)
+        self._say(
+            f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in the "
+            "order of the whole"
+        )
+        return False
 
     def end(self, what: str, number: int) -> None:
         """The call has ended.
@@ -51,18 +156,23 @@ class Route:
             RanksDiffer: it used other parameters than the call before it, and on another rank others.
         """
         route, latest = tuple(self._running), self._latest.get(what, ())
-        self._running = []
-        if route == latest:
-            return
+        self.begin()
         self._latest[what] = route
-        if (lines := _lines(route)) != _lines(latest):
+        if not _same(route, latest) and (lines := _lines(route)) != _lines(latest):
             self._contracts.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
 
 
-def _lines(route: Iterable[Binding | Shard]) -> list[str]:
+def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> bool:
+    return len(route) == len(other) and all(
+        a is b or (isinstance(a, Leg) and isinstance(b, Leg) and a.binding is b.binding)
+        for a, b in zip(route, other, strict=True)
+    )
+
+
+def _lines(route: Iterable[Leg | Shard]) -> list[str]:
     units: dict[str, set[str]] = {}
     for used in route:
-        for shard in (used,) if isinstance(used, Shard) else used.shards:
+        for shard in (used,) if isinstance(used, Shard) else used.binding.shards:
             if not shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
                 units.setdefault(shard.unit.name or "root", set()).add(shard.fqn)
     return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in units.items()]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from graphshard.contract import Place
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState
 from graphshard.fsdp2 import Unit
 from graphshard.settings import DEFAULT_SETTINGS
@@ -22,12 +23,12 @@ class WholeCall:
     Attributes:
         structure: of its forward (see `structure`).
         binding: its shards.
-        leader: the rank that decides its contracts.
+        leader: the rank that decides its contracts; None: the lowest.
     """
 
     structure: str
     binding: Binding
-    leader: int
+    leader: int | None
 
 
 @dataclass
@@ -37,15 +38,24 @@ class Role:
     Attributes:
         whole: the call as they make it.
         follows: whether this rank's programs are parts of that, or use fewer parameters.
+        leg: of a call that is in parts on all ranks, that which it is (see `route`).
     """
 
     whole: WholeCall
     follows: bool
+    leg: object = None
 
 
 def ordered_units(binding: Binding) -> list[Unit]:
     """The units of a call in the model's order, which is not that of its graph."""
     return sorted(binding.units, key=lambda unit: unit.position)
+
+
+def places(binding: Binding) -> list[Place]:
+    """The parameters of a call, as contracts know them."""
+    ordinals = {unit: number for number, unit in enumerate(ordered_units(binding))}
+    found = {Place(ordinals[shard.unit], shard.index, shard.fqn) for shard in binding.shards}
+    return sorted(found, key=lambda place: (place.unit, place.index))
 
 
 def structure(binding: Binding, input_grads: int, is_whole: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from graphshard.calls import Backward
 from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, UnitState
@@ -73,6 +73,11 @@ def backward_states(
         reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split and unit not in behind
         states.append(UnitState(unit.backward_settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
     return states
+
+
+def staying_units(binding: Binding, states: Sequence[UnitState]) -> frozenset[Unit]:
+    """Units that stay gathered."""
+    return frozenset(unit for unit, state in zip(binding.units, states, strict=True) if state.behind == KEEP)
 
 
 def _position(unit: Unit) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,8 @@ from graphshard.compat_groups import timeout_s
 from graphshard.compat_store import default_store, own_connection
 from graphshard.contracts import Contracts
 from graphshard.faults.dumps import check_folder
-from graphshard.faults.inquiry import read_compiling
+from graphshard.faults.inquiry import WAITS, read_compiling
+from graphshard.faults.running import waiting
 from graphshard.faults.watchdog import Watched, waited, watch_model
 from graphshard.fsdp2 import Unit
 from graphshard.rank_store import Store
@@ -114,14 +116,16 @@ def watch(engine: Engine, deadline_s: float | None) -> None:
 
     engine.contracts.deadline_s = deadline
     engine.contracts.is_busy, engine.contracts.waited = is_compiling, waited
+    engine.contracts.waiting = partial(waiting, engine.name)
     if engine.planning is not None:
         engine.planning.deadline_s = min(engine.planning.deadline_s, max(deadline, _FIRST_S))
     watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
 
 
 def is_compiling(rank: int) -> bool:
-    """Whether another rank says that it compiles."""
-    return bool(read_compiling(default_store(), [rank]))
+    """Whether another rank says that it compiles, and does not wait for others in that."""
+    said = read_compiling(default_store(), [rank])
+    return rank in said and not said[rank].strip().startswith(WAITS.encode())
 
 
 def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, torch.device]]:

@@ -124,6 +124,10 @@ def say_compiling(store: Store, rank: int, what: str) -> None:
     store.set(f"{_PREFIX}/compiles/{rank}", what)
 
 
+# What a rank says begins so that waits, in a compilation, for what another one decides.
+WAITS = "waits for another rank"
+
+
 def say_alive(store: Store, rank: int, beats: str) -> None:
     """Says that this rank still compiles: another text each time. Empty: it does not."""
     store.set(f"{_PREFIX}/beats/{rank}", beats)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from graphshard.compat_store import default_store
 from graphshard.errors import CommunicationFailed
 from graphshard.faults.activity import ENTRIES, activity
-from graphshard.faults.inquiry import say_compiling
+from graphshard.faults.inquiry import WAITS, say_compiling
 from graphshard.faults.place import frames_of_error, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.watchdog import is_watched, own_status, running
@@ -90,6 +90,23 @@ def compiling(model: str, what: str) -> Iterator[None]:
     finally:
         activity.compiling = outer
         _say(model, "" if outer is None else outer[0])
+
+
+@contextmanager
+def waiting(model: str) -> Iterator[None]:
+    """Inside, this rank waits for others: who waits for it has no more patience for its compilation.
+
+    Args:
+        model: its name.
+    """
+    if (compiling := activity.compiling) is None:
+        yield
+        return
+    _say(model, f"{WAITS}, {compiling[0]}")
+    try:
+        yield
+    finally:
+        _say(model, compiling[0])
 
 
 def _say(model: str, what: str) -> None:

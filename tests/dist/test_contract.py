@@ -204,7 +204,46 @@ def test_graph_breaks_on_one_of_four_ranks(four_ranks: WorkerPool) -> None:
     four_ranks.run(broken, 1, 2, {"plan": "fsdp2"})  # whose bits are FSDP2's at any size
 
 
-def accumulating(who: int) -> None:
+def broken_beside_others(who: int, options: dict[str, Any]) -> None:
+    """On all ranks, graphs break in the second block; on one of them, later, in those around it, too."""
+    rank = dist.get_rank()
+
+    def prepare(model: Any, step: int) -> None:
+        for number, layer in enumerate(model.layers):
+            layer.breaks = number == 1 or (rank == who and step >= 1 and number != 2)
+
+    # Ranks wait for others to break likewise for a quarter of the deadline.
+    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, deadline_s=12.0, **options)
+    equal(got, want)
+    assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
+@pytest.mark.parametrize("options", [{"plan": "auto"}, {"plan": "fsdp2"}, {"regions": "unit"}], ids=str)
+def test_graph_breaks_on_one_rank_beside_those_of_all(
+    two_ranks: WorkerPool, who: int, options: dict[str, Any]
+) -> None:
+    two_ranks.run(broken_beside_others, who, options)
+
+
+def broken_alike_later() -> None:
+    got, want, report = trained(
+        Blocks, lambda step: features(step, 4), lambda model, step: break_in(model, (1,) if step < 2 else (1, 3))
+    )
+    equal(got, want)
+    assert not any("graph breaks leave parts" in note for note in report.notes)
+
+
+def break_in(model: Any, numbers: tuple[int, ...]) -> None:
+    for number, layer in enumerate(model.layers):
+        layer.breaks = number in numbers
+
+
+def test_graph_breaks_that_come_later_on_all_ranks_are_theirs(two_ranks: WorkerPool) -> None:
+    two_ranks.run(broken_alike_later)
+
+
+def accumulating(who: int, everywhere: bool) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = Blocks()
@@ -214,7 +253,7 @@ def accumulating(who: int) -> None:
         found: list[Tensor] = []
         for step in range(3):
             for layer in model.layers[1:3]:
-                layer.breaks = rank == who and step >= 1
+                layer.breaks = (rank == who and step >= 1) or (everywhere and layer is model.layers[2])
             for last in (False, True):
                 model.set_requires_gradient_sync(last)
                 inputs = features(2 * step + last, 4)
@@ -234,8 +273,9 @@ def accumulating(who: int) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
-def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: int) -> None:
-    two_ranks.run(accumulating, who)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["alone", "beside those of all"])
+def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: int, everywhere: bool) -> None:
+    two_ranks.run(accumulating, who, everywhere)
 
 
 def skipping_blocks(limit: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from graphshard.faults import check_deadline, inquiry
-from graphshard.faults.deadlines import default_deadline_s
+from graphshard.faults.deadlines import default_deadline_s, is_compiling
 from graphshard.faults.status import Status
 from graphshard.faults.watchdog import Watchdog
 
@@ -77,6 +77,10 @@ def test_rank_is_believed_to_compile_while_it_says_so(monkeypatch: pytest.Monkey
     inquiry.say_alive(store, 1, "4")
     inquiry.say_compiling(store, 2, "")
     assert inquiry.read_compiling(store, [1, 2, 3]) == {1: b" the backward of region 0 4"}
+    monkeypatch.setattr("graphshard.faults.deadlines.default_store", lambda: store)
+    assert [is_compiling(rank) for rank in (1, 2, 3)] == [True, False, False]
+    inquiry.say_compiling(store, 1, f"{inquiry.WAITS}, the backward of region 0")
+    assert not is_compiling(1)  # else two that wait for each other would wait for ever
 
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
