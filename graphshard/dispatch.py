@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class Binding:
         )  # units of which only some parameters are here
         self._in_order: dict[str, list[tuple[Unit, tuple[Shard, ...]]]] = {}
         self._overlaps: weakref.WeakKeyDictionary[Binding, frozenset[Shard]] = weakref.WeakKeyDictionary()
+
+    @cached_property
+    def shard_set(self) -> frozenset[Shard]:
+        """The shards."""
+        return frozenset(self.shards)
 
     @property
     def device(self) -> torch.device | None:

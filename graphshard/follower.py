@@ -143,18 +143,18 @@ class Follower:
 
     def _of_leg(self, binding: Binding, structure: str, runs: bool) -> Following | None:
         """What a part follows of a call that is in parts on all ranks."""
-        leg = self._route.leg_of(self._what, self._number, binding.shards, structure)
+        leg = self._route.leg_of(self._what, self._number, binding, structure)
         if leg is not None and leg is self._route.current:
             return self.forward
         if not runs:
-            return None if leg is None else leg.region.known_as(leg)
+            return None if leg is None else leg.turns.known_as(leg)
         if self.forward is not None:
             self.finish(self.forward)
         self.forward = self.role = None
         if leg is not None:
             self._route.enter(leg)
             self.role = leg.role(follows=True)
-            self.forward = leg.region.enter(leg)
+            self.forward = leg.turns.enter(leg)
         return self.forward
 
     @property
@@ -261,7 +261,7 @@ class Follower:
                 units_again |= binding.parts & holdings.split & call.binding.unit_set
         usual = Backward(asked.entry, (), again, units_again, asked.inputs_only, role)
         if isinstance(role.leg, Leg):
-            return role.leg.region.enter_backward(role.leg, usual)
+            return role.leg.turns.enter_backward(role.leg, usual)
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(holdings, reduced, binding, usual, dead, frozenset())

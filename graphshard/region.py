@@ -7,9 +7,8 @@ missing is lowered then from the marked graph, in the contexts of the first comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -17,12 +16,11 @@ from torch.fx import GraphModule
 from graphshard.calls import Backward, Calls
 from graphshard.compat import CompileState, boxed
 from graphshard.contracts import Contracts
-from graphshard.dispatch import Binding, Plan, UnitState, make_plan
+from graphshard.dispatch import Binding, Plan
 from graphshard.executed import Executed
 from graphshard.faults import run_program
 from graphshard.followed import Followed
 from graphshard.follower import Follower
-from graphshard.following import Following
 from graphshard.fsdp2 import Unit
 from graphshard.holdings import Holdings
 from graphshard.ir import (
@@ -30,15 +28,15 @@ from graphshard.ir import (
     output_args,
 )
 from graphshard.marked_graph import BoxedCallable, MarkedGraph, Program, SplitGraph, marked_graph, split_graph
-from graphshard.passes.apply_flags import dead_outputs
 from graphshard.planning import Planning
 from graphshard.prefetch import Prefetch
 from graphshard.region_programs import CompileGraph, RegionPrograms
 from graphshard.report import Report
 from graphshard.route import Leg
 from graphshard.shards import Shard
-from graphshard.signatures import places, state_text, structure
-from graphshard.states import backward_states, forward_states, staying_units
+from graphshard.signatures import structure
+from graphshard.states import forward_states
+from graphshard.turns import Turns
 
 
 class Engine(Protocol):
@@ -95,12 +93,9 @@ class Region:
         self._broken = broken
         self._input_grads = input_grads
         self._patches = patches
-        self._programs: dict[tuple[object, ...], Program] = {}
-        self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._split: SplitGraph | None = None
-        self._backward_graph: MarkedGraph | None = None
-        self._usual: dict[str, float] = {}  # how many parts of it used each parameter where it was followed
         self._made: RegionPrograms[Engine] = RegionPrograms(engine, number, positions, num_inputs, compile_graph)
+        self._turns = Turns(self._made, broken)
         self._followed = Followed(self, self._made)
         self.calls = Calls(engine.holdings.calls, engine.holdings.split, number)
 
@@ -121,7 +116,7 @@ class Region:
         if direction == "backward":
             shards = self._made.binding(graph).shards
             engine.follower.learn_backward(self._made.structure, (shards[slot].fqn for slot in graph.gathered))
-            self._backward_graph = graph
+            self._turns.backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
@@ -137,27 +132,8 @@ class Region:
             backward = engine.planning.take_backward()
             if backward is not None and engine.is_whole(binding.unit_set):
                 made.keep_units(graph, backward, binding)
-        self._program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
+        self._turns.program(graph, binding, forward_states(engine.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
-
-    def _program(
-        self,
-        graph: MarkedGraph,
-        binding: Binding,
-        states: list[UnitState],
-        undefined: frozenset[str] = frozenset(),
-        inputs_only: bool = False,
-        late: bool = True,
-    ) -> Program:
-        key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
-        if (program := self._programs.get(key)) is None:
-            names = [name for name, _ in graph.slots]
-            if graph.direction == "forward":
-                self.engine.prefetch.say_ignored(binding)
-            plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
-            state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
-        return program
 
     # -- run time
 
@@ -180,8 +156,8 @@ class Region:
             if graph.direction == "forward":
                 self.calls.begin(binding, holdings.entry, follower.role)
             return self._followed.forward(graph, binding, args, following)
-        program = self._before_forward(graph, binding)
-        role = follower.runs(Leg(self, self._made.structure, graph, binding, program))
+        program = self._turns.before_forward(graph, binding)
+        role = follower.runs(Leg(self._turns, self._made.structure, graph, binding, program))
         if graph.direction == "forward":
             self.calls.begin(binding, holdings.entry, role)
         extra = program.plan.extra_args(binding.shards)
@@ -189,14 +165,6 @@ class Region:
             if binding.shards[slot].is_for_one_program:
                 binding.shards[slot].reshard()
         return self._run(program, binding, args, extra)
-
-    def _before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
-        """Gathers what the program does not; returns the program that runs then."""
-        holdings = self.engine.holdings
-        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
-        holdings.regions_run += 1
-        return self._program(graph, binding, forward_states(holdings, binding))
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
         """Runs a program; keeps what is to stay gathered."""
@@ -248,78 +216,14 @@ class Region:
         engine = self.engine
         binding = self._bind(graph, args)
         undefined = _undefined(graph, asked.absent)
-        dead = self._dead_outputs(graph, undefined, asked.inputs_only)
+        dead = self._turns.dead_outputs(graph, undefined, asked.inputs_only)
         if (following := engine.follower.of_backward(asked)) is not None:
             reached = undefined if dead else frozenset()
             return self._followed.backward(graph, binding, args, following, asked, dead, reached)
-        turn = self._before_backward(graph, binding, asked, dead, undefined)
+        turn = self._turns.before_backward(graph, binding, asked, dead, undefined)
         results = self.run(turn.program, binding, args)
-        self._behind_backward(turn)
+        self._turns.behind_backward(turn)
         return results
-
-    def _before_backward(
-        self,
-        graph: MarkedGraph,
-        binding: Binding,
-        asked: Backward,
-        dead: frozenset[int],
-        undefined: frozenset[str] = frozenset(),
-    ) -> _Turn:
-        """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
-        engine = self.engine
-        split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
-        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
-        behind = frozenset[Unit]()
-        if engine.deferred is None:
-            behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
-        states = backward_states(engine.holdings, graph.reduced, binding, asked, dead, split, behind)
-        if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
-            states = self._with_accumulation(graph, binding, states, split)
-        program = self._program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
-        return _Turn(binding, states, program, behind, split, split - asked.units_again)
-
-    def _behind_backward(self, turn: _Turn) -> None:
-        _free(turn.binding)  # what was gathered for this program, and another call will gather again
-        for unit in turn.behind:
-            self.engine.holdings.launch_reduction(unit)
-        self.engine.holdings.end_split(turn.ended)
-
-    # -- a region that has come apart on this rank (see `route`)
-
-    def known_as(self, leg: Leg) -> Following | None:
-        """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
-        if leg.program.contract is None or (leg.graph.direction == "forward" and self._backward_graph is None):
-            return None
-        return _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
-
-    def enter(self, leg: Leg) -> Following:
-        """Does what ranks do before the program of a leg; returns what they send then."""
-        program = self._before_forward(leg.graph, leg.binding)
-        following = _sent_for(leg, leg.binding, program, leg.graph.direction)
-        following.usual = self._usual
-
-        def end() -> None:
-            self._usual |= {fqn: max(count, self._usual.get(fqn, 0)) for fqn, count in following.uses.items()}
-            _free(leg.binding)
-
-        following.end = end
-        return following
-
-    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
-        """The same of its backward."""
-        graph = self._backward_graph
-        assert graph is not None
-        shard_of = {name: shard for (name, _), shard in zip(leg.graph.slots, leg.binding.shards, strict=True)}
-        binding = Binding(tuple(shard_of[name] for name, _ in graph.slots))
-        dead = self._dead_outputs(graph, frozenset(), asked.inputs_only)
-        turn = self._before_backward(graph, binding, asked, dead)
-        following = _sent_for(leg, binding, turn.program, "backward")
-        following.again = asked.again
-        following.staying = staying_units(binding, turn.states)
-        following.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
-        following.unreduced = turn.behind | turn.split
-        following.end = partial(self._behind_backward, turn)
-        return following
 
     @property
     def followed(self) -> Followed:
@@ -359,19 +263,6 @@ class Region:
             self.engine.holdings.active.add(shards[slot].unit)
         return results
 
-    def _with_accumulation(
-        self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
-    ) -> list[UnitState]:
-        """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
-        why = self._made.accumulates_sharded(graph, binding)
-        if not why:
-            return states
-        self.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
-        return [
-            state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
-            for unit, state in zip(binding.units, states, strict=True)
-        ]
-
     def _take(self, shard: Shard, grad: Tensor, place: tuple[int, int], plan: Plan, shared: bool) -> None:
         if place in plan.again:
             shard.add_pending(grad, shared)
@@ -379,47 +270,6 @@ class Region:
             shard.partial = grad.clone() if shared else grad
         else:
             shard.hold(grad, shared)
-
-    def _dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str], inputs_only: bool) -> frozenset[int]:
-        """Positions of results that have no gradient when these tangents have none, or no parameter is to get one."""
-        if not undefined and not inputs_only:
-            return frozenset()
-        key = (graph.part, undefined, inputs_only)
-        if key not in self._dead:
-            self._dead[key] = frozenset(dead_outputs(graph.gm.graph, undefined, inputs_only))
-        return self._dead[key]
-
-
-class _Turn(NamedTuple):
-    """One run of a backward.
-
-    Attributes:
-        binding: its shards.
-        states: of their units.
-        program: that runs.
-        behind: units whose gradients are reduced behind it.
-        split: units that are reduced as a whole.
-        ended: those of them that no other call of this backward uses.
-    """
-
-    binding: Binding
-    states: list[UnitState]
-    program: Program
-    behind: frozenset[Unit]
-    split: frozenset[Unit]
-    ended: frozenset[Unit]
-
-
-def _free(binding: Binding) -> None:
-    for shard in binding.shards:
-        if shard.is_for_one_program:
-            shard.reshard()
-
-
-def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> Following:
-    assert program.contract is not None
-    contract = program.contract.for_params(places(binding))
-    return Following(leg.role(follows=True).whole, contract, direction)
 
 
 def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:

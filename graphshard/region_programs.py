@@ -51,7 +51,7 @@ class Engine(Protocol):
     follower: Follower
 
 
-E = TypeVar("E", bound=Engine)
+E = TypeVar("E", bound=Engine, covariant=True)
 
 
 class RegionPrograms(Generic[E]):

@@ -32,8 +32,8 @@ _ADVICE = (
 )
 
 
-class Region(Protocol):
-    """What is asked of a region."""
+class Turns(Protocol):
+    """What is asked of the turns of a region."""
 
     def known_as(self, leg: Leg) -> Following | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
@@ -50,21 +50,18 @@ class Leg:
     """A region of a call.
 
     Attributes:
-        region: it.
+        turns: its.
         structure: of its forward (see `signatures`).
         graph: of its forward.
         binding: its shards.
         program: that ran.
     """
 
-    region: Region
+    turns: Turns
     structure: str
     graph: MarkedGraph
     binding: Binding
     program: Program
-
-    def __post_init__(self) -> None:
-        self.shards = frozenset(self.binding.shards)
 
     def role(self, follows: bool) -> Role:
         """What a run of it is to the other ranks. `follows`: in parts."""
@@ -106,24 +103,27 @@ class Route:
         self._running.append(leg)
         self.current = leg
 
-    def leg_of(self, what: str, number: int, shards: Iterable[Shard], structure: str) -> Leg | None:
+    def leg_of(self, what: str, number: int, binding: Binding, structure: str) -> Leg | None:
         """The leg that something belongs to which is about to run; None: it is one of its own.
 
         Args:
             what: the call is, in words.
             number: of the call, the same on every rank.
-            shards: that it uses.
-            structure: its own (see `signatures`).
+            binding: its shards.
+            structure: its own (see `signatures`); empty: it is read outside any graph.
         """
-        own = frozenset(shards)
-        if self.current is not None and own <= self.current.shards:
+        own = binding.shard_set
+        if self.current is not None and own <= self.current.binding.shard_set:
             return self.current
         place, latest = len(self._running), self._latest.get(what, ())
         leg = latest[place] if place < len(latest) else None
-        if not isinstance(leg, Leg) or not own < leg.shards or leg.region.known_as(leg) is None:
+        if not isinstance(leg, Leg) or leg.binding is binding or not own < leg.binding.shard_set:
+            return None
+        if leg.turns.known_as(leg) is None:
             return None
         if (place, own) not in self._answers:
-            self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", structure)
+            taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
+            self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", taken)
         return None if self._answers[place, own] else leg
 
     def _all_take(self, what: str, where: str, structure: str) -> bool:

@@ -99,14 +99,12 @@ def waiting(model: str) -> Iterator[None]:
     Args:
         model: its name.
     """
-    if (compiling := activity.compiling) is None:
-        yield
-        return
-    _say(model, f"{WAITS}, {compiling[0]}")
+    outer = "" if activity.compiling is None else activity.compiling[0]
+    _say(model, f"{WAITS}, {outer}" if outer else WAITS)
     try:
         yield
     finally:
-        _say(model, compiling[0])
+        _say(model, outer)
 
 
 def _say(model: str, what: str) -> None:

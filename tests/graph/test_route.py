@@ -1,0 +1,133 @@
+"""Which leg of the last call a part of this one belongs to, where ranks are threads that share a store."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from graphshard.contracts import Contracts
+from graphshard.errors import RanksDiffer
+from graphshard.rank_store import RankStore
+from graphshard.route import Leg, Route
+
+CALL = "the forward of 'net'"
+KNOWN = SimpleNamespace(known_as=lambda leg: leg)
+
+
+def contracts(count: int = 2) -> list[Contracts]:
+    store = RankStore(dist.HashStore(), "test")  # type: ignore[attr-defined]
+    return [Contracts(store, "net", rank, range(count), 1.2) for rank in range(count)]
+
+
+def binding(text: str) -> Any:
+    """Of parameters ``a1``, ... of units ``a``, ..."""
+    shards = [SimpleNamespace(fqn=fqn, unit=SimpleNamespace(name=fqn[0], reduce_unused=False)) for fqn in text.split()]
+    return SimpleNamespace(shards=shards, shard_set=frozenset(text.split()))
+
+
+def leg(text: str, turns: Any = KNOWN) -> Leg:
+    return Leg(turns, f"structure of {text}", None, binding(text), None)  # type: ignore[arg-type]
+
+
+def routes(own: list[Contracts], *legs: str) -> list[Route]:
+    """Routes of ranks that have made one call."""
+    found = [Route(one, lambda line: None) for one in own]
+
+    def call(route: Route) -> None:
+        route.begin()
+        for text in legs:
+            route.use(leg(text))
+        route.end(CALL, 0)
+
+    together(found, call)
+    return found
+
+
+def together(items: list[Any], call: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(call, items))
+
+
+def part(route: Route, number: int, text: str) -> str:
+    """The leg that it belongs to."""
+    found = route.leg_of(CALL, number, binding(text), f"structure of {text}")
+    return " ".join(sorted(found.binding.shard_set)) if found else ""
+
+
+def test_part_that_one_rank_has_alone_belongs_to_the_leg_in_its_place() -> None:
+    said: list[str] = []
+    own = contracts()
+    _, route = routes(own, "a1 a2", "b1 b2")
+    route._say = said.append
+    assert part(route, 1, "a1") == "a1 a2"
+    route.enter(leg("a1 a2"))
+    assert part(route, 1, "a2") == "a1 a2"
+    assert part(route, 1, "b2") == "b1 b2"  # its second leg: not asked about any more
+    route.enter(leg("b1 b2"))
+    route.end(CALL, 1)
+    own[1]._store = None  # nor in later calls
+    assert part(route, 2, "a2") == "a1 a2"
+    assert len(said) == 1
+
+
+def test_part_that_all_ranks_come_to_is_a_leg_of_its_own() -> None:
+    own = contracts()
+    found = routes(own, "a1 a2", "b1")
+    for number in range(1, 4):
+        assert together(found, lambda route, number=number: part(route, number, "a1")) == ["", ""]
+        for route in found:
+            route.begin()
+    for one in own:
+        one._store = None
+    assert part(found[0], 4, "a1") == ""  # they take it alike
+
+
+def test_question_is_asked_once_in_a_call() -> None:
+    found = routes(contracts(), "a1 a2")
+    assert together(found, lambda route: [part(route, 1, "a1"), part(route, 1, "a1")]) == [["", ""]] * 2
+
+
+def test_ranks_with_different_parts_share_the_leg() -> None:
+    found = routes(contracts(), "a1 a2")
+    texts = iter(["a1", "a2"])
+    assert together(found, lambda route: part(route, 1, next(texts))) == ["a1 a2"] * 2
+    found = routes(contracts(), "a1 a2")
+    structures = iter(["", "structure of a1"])  # one reads it outside any graph
+
+    def leg_of(route: Route) -> bool:
+        return route.leg_of(CALL, 1, binding("a1"), next(structures)) is not None
+
+    assert together(found, leg_of) == [True, True]
+
+
+@pytest.mark.parametrize("text", ["a1 a2", "a1 b1", "b1", "a1 a2 b1"])
+def test_nobody_is_asked_about_what_is_no_part_of_the_leg_in_its_place(text: str) -> None:
+    own = contracts()
+    route = routes(own, "a1 a2", "b1 b2")[0]
+    own[0]._store = None
+    assert part(route, 1, text) == ""
+
+
+def test_leg_that_cannot_be_followed_has_no_parts() -> None:
+    own = contracts()
+    route = Route(own[0], lambda line: None)
+    route._latest[CALL] = (leg("a1 a2", SimpleNamespace(known_as=lambda leg: None)),)
+    assert part(route, 1, "a1") == ""
+
+
+def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None:
+    found = routes(contracts(), "a1", "b1")
+    third = iter(["b1", "c1"])
+
+    def call(route: Route) -> str:
+        route.use(leg("a1"))
+        route.use(leg(next(third) + " d1"))
+        with pytest.raises(RanksDiffer) as caught:
+            route.end(CALL, 1)
+        return str(caught.value)
+
+    assert all("b: b1" in text or "c: c1" in text for text in together(found, call))
