@@ -103,6 +103,14 @@ class GraphBreak(Injection):
             job.mark()
 
 
+class FurtherGraphBreak(GraphBreak):
+    """In one step, where the graphs of all ranks break elsewhere in every step."""
+
+    def before_step(self, job: Job) -> None:
+        job.model.is_in_parts = True
+        super().before_step(job)
+
+
 class RecompileLimit(Injection):
     """A value that changes in every step, so that Dynamo compiles anew until it no longer does."""
 

@@ -62,6 +62,7 @@ class Model(nn.Module):
 
     Attributes:
         breaks: whether its graph breaks.
+        is_in_parts: whether it breaks further on.
         salt: has no effect; code is compiled anew where it has changed.
         reads_last_expert: whether it does.
     """
@@ -74,7 +75,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
         self.experts = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, width)
-        self.breaks = False
+        self.breaks = self.is_in_parts = False
         self.salt = ""
         self.reads_last_expert = True
 
@@ -88,6 +89,8 @@ class Model(nn.Module):
             x = leave_graph(x)
         one, other = self.experts
         x = one(last(x))
+        if self.is_in_parts:
+            x = leave_graph(x)
         if self.reads_last_expert:
             x = other(x)
         return self.head(x)  # type: ignore[no-any-return]

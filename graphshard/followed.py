@@ -40,10 +40,6 @@ class Region(Protocol):
     def holdings(self) -> Holdings:
         """Of the model."""
 
-    @property
-    def outside_reads(self) -> frozenset[Shard]:
-        """Parameters that were read outside any graph, whose gradients are still to come."""
-
     def run(self, program: Program, binding: Binding, args: list[Any]) -> list[Any]:
         """Runs it with what shards hold; takes what it leaves unreduced."""
 
@@ -155,7 +151,7 @@ class Followed:
     ) -> list[Any]:
         """Runs a backward."""
         holdings = self._region.holdings
-        later = set(self._region.outside_reads)
+        later: set[Shard] = set()
         for call in holdings.calls:
             if call.follows():
                 later.update((call.binding if call.role is asked.role else call.sent).shards)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from graphshard.calls import Backward
+from graphshard.calls import Backward, Call
 from graphshard.compat import backward_id
 from graphshard.contract import Contract
 from graphshard.contracts import Contracts
@@ -78,7 +77,6 @@ class Follower:
         self._backward_role: Role | None = None
         self._backward_id = -1
         self.finish: Callable[[Following], None] = lambda following: None
-        self.outside: set[Shard] = set()  # read outside any graph, their gradients still to come
 
     def begin_forward(self, module: nn.Module) -> None:
         """An outermost call of `module` begins."""
@@ -271,21 +269,24 @@ class Follower:
         following.staying = staying_units(binding, states)
         return following
 
-    def reads_outside(self, shard: Shard) -> Role | None:
-        """Is told that a parameter is read outside any graph; returns what the running call is, if it follows."""
-        if self.forward is None:
-            if self._is_in_legs and not self._engine.holdings.in_backward:
-                self._route.use(shard)
-            return None
-        if torch.is_grad_enabled() and shard.leaf.requires_grad:
-            self.outside.add(shard)
-        return self.role
+    def reads_outside(self, shard: Shard) -> None:
+        """Is told that a parameter is read outside any graph."""
+        if self.forward is None and self._is_in_legs and not self._engine.holdings.in_backward:
+            self._route.use(shard)
 
-    def outside_backward(self, shard: Shard, role: Role | None) -> None:
+    def outside_call(self, shard: Shard, node: Any) -> Call | None:
+        """Such a read as a call whose backward is still to come; None: nothing is followed. `node`: of autograd's."""
+        if self.forward is None or node is None:
+            return None
+        holdings = self._engine.holdings
+        call = Call(Binding((shard,)), holdings.entry, self.role, node)
+        holdings.calls.add(call)
+        return call
+
+    def outside_backward(self, call: Call) -> None:
         """Is told that the gradient of such a read is there."""
-        self.outside.discard(shard)
-        if role is not None:
-            self.of_backward(Backward(role=role))
+        self._engine.holdings.calls.discard(call)
+        self.of_backward(Backward(call.entry, role=call.role))
 
     def _following(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> Following:
         state = state_text(whole.binding, states, direction == "backward")
@@ -315,7 +316,6 @@ class Follower:
     def end_backward(self) -> Following | None:
         """The running backward ends; returns what it has followed."""
         found, self.backward, self._backward_role, self._backward_id = self.backward, None, None, -1
-        self.outside.clear()
         return found
 
     def end_forward(self) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.calls import Call
 from graphshard.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.report import ProgramRecord
 from graphshard.shards import Shard
-from graphshard.signatures import Role
 from graphshard.unit_programs import UnitPrograms
 
 
@@ -52,8 +52,10 @@ class OutsideGathers:
         """
         key = (id(shard), torch.is_grad_enabled())
         if (full := self._gathered.get(key)) is None:
-            role = self._follower.reads_outside(shard)
-            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, role, forward, backward)  # type: ignore[no-untyped-call]
+            self._follower.reads_outside(shard)
+            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
+            if (node := gathered.grad_fn) is not None:
+                node.call = self._follower.outside_call(shard, node)  # type: ignore[attr-defined]
             full = gathered
             if keep:
                 self._gathered[key] = full
@@ -66,10 +68,11 @@ class OutsideGathers:
             full = self._programs.launch_gather([shard], record).wait()[0]
         return full.data  # the same memory, but no view: a forward may write into it
 
-    def run_backward(self, shard: Shard, grad: Tensor, role: Role | None, record: ProgramRecord | None) -> None:
-        """Does with a gradient what the flags say now. `role`: of the call that read it."""
+    def run_backward(self, shard: Shard, grad: Tensor, call: Call | None, record: ProgramRecord | None) -> None:
+        """Does with a gradient what the flags say now. `call`: the read, where others are followed in it."""
         self._backward_runs()
-        self._follower.outside_backward(shard, role)
+        if call is not None:
+            self._follower.outside_backward(call)
         shard.hold(grad, shared=True)
         self._active.add(shard.unit)
         if record is None:
@@ -87,17 +90,16 @@ class _Gather(torch.autograd.Function):
         leaf: Tensor,
         shard: Shard,
         gathers: OutsideGathers,
-        role: Role | None,
         forward: ProgramRecord | None,
         backward: ProgramRecord | None,
     ) -> Tensor:
-        ctx.state = (shard, gathers, role, backward)
+        ctx.state = (shard, gathers, backward)
         if forward is None:
             shard.report.eager_unshards[shard.fqn] += 1
         return gathers.run_forward(shard, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        shard, gathers, role, record = ctx.state
-        gathers.run_backward(shard, grads[0], role, record)
-        return None, None, None, None, None, None
+        shard, gathers, record = ctx.state
+        gathers.run_backward(shard, grads[0], ctx.call, record)
+        return None, None, None, None, None

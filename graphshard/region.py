@@ -121,7 +121,9 @@ class Region:
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         made, binding = self._made, self._made.binding(graph)
-        made.structure = structure(binding, self._input_grads, engine.follower.is_whole(self._broken))
+        is_whole = engine.follower.is_whole(self._broken)
+        made.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
+        made.structure = made.structure_of(binding)
         following = engine.follower.of_forward(graph.direction, binding, made.structure, self._broken, runs=False)
         made.leader = engine.follower.leader
         if following is not None:
@@ -229,11 +231,6 @@ class Region:
     def followed(self) -> Followed:
         """Its programs as parts of a whole call."""
         return self._followed
-
-    @property
-    def outside_reads(self) -> frozenset[Shard]:
-        """Parameters that were read outside any graph, whose gradients are still to come."""
-        return frozenset(self.engine.follower.outside)
 
     @property
     def holdings(self) -> Holdings:

@@ -65,7 +65,8 @@ class RegionPrograms(Generic[E]):
         compile_graph: makes code of a lowered graph.
 
     Attributes:
-        structure: of its forward, by which other ranks know its programs (see `signatures`).
+        structure_of: tells by which structure other ranks know its programs (see `signatures`).
+        structure: of the forward that it was captured in.
         leader: the rank that decides its contracts; None: the lowest.
     """
 
@@ -79,6 +80,7 @@ class RegionPrograms(Generic[E]):
         self._compile_graph = compile_graph
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self.structure = ""
+        self.structure_of: Callable[[Binding], str] = lambda binding: ""
         self.leader: int | None = None
         planning, note = engine.planning, engine.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)

@@ -155,6 +155,8 @@ class Turns:
 
     def known_as(self, leg: Leg) -> Following | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
+        if self._made.structure_of(leg.binding) != leg.structure:  # frozen meanwhile: others have another graph of it
+            return None
         if leg.program.contract is None or (leg.graph.direction == "forward" and not self._knows_backward_of(leg)):
             return None
         return _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
