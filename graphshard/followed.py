@@ -121,11 +121,15 @@ class Followed:
         self._free(following, step.gathers)
 
     def _forward_step(self, graph: MarkedGraph, binding: Binding, following: Following, late: bool = True) -> _Step:
-        missing = self._missing(graph, binding)
+        missing = self._missing(graph, binding, following)
         buckets = following.part(
             missing, (), lambda shard: True, f"the {graph.direction} of region {self._region.number}"
         )
-        return self._step(graph, binding, following, buckets, lambda shard: shard.bits & RESIDENT | STAYS, late=late)
+
+        def bits(shard: Shard) -> int:
+            return shard.bits & RESIDENT | STAYS | (RESIDENT if shard.fqn in following.brought else 0)
+
+        return self._step(graph, binding, following, buckets, bits, late=late)
 
     def _keep(self, step: _Step, fulls: Sequence[Tensor]) -> None:
         holdings = self._region.holdings
@@ -162,7 +166,7 @@ class Followed:
             if position not in dead and binding.shards[slot] not in later and reduces[binding.shards[slot].unit]
         }
         where = f"the backward of region {self._region.number}"
-        buckets = following.part(self._missing(graph, binding), ready, later.__contains__, where)
+        buckets = following.part(self._missing(graph, binding, following), ready, later.__contains__, where)
         sent = {*members(buckets, "reduce")}
         reached = {binding.shards[slot] for slot, position in graph.reduced.items() if position not in dead}
 
@@ -233,7 +237,7 @@ class Followed:
 
     # -- both
 
-    def _missing(self, graph: MarkedGraph, binding: Binding) -> list[str]:
+    def _missing(self, graph: MarkedGraph, binding: Binding, following: Following) -> list[str]:
         found = []
         for slot in graph.gather_order:
             shard = binding.shards[slot]
@@ -242,7 +246,7 @@ class Followed:
                     f"contract: '{shard.fqn}' is kept over a smaller group after forward, which a rank whose graphs "
                     "break where others do not cannot follow; want no graph break, or another reshard_after_forward"
                 )
-            if shard.full is None and shard.unit.world_size > 1:
+            if shard.full is None and shard.unit.world_size > 1 and shard.fqn not in following.brought:
                 found.append(shard.fqn)
         return found
 
@@ -257,7 +261,7 @@ class Followed:
         inputs_only: bool = False,
         late: bool = True,
     ) -> _Step:
-        missing = self._missing(graph, binding)
+        missing = self._missing(graph, binding, following)
         own = {shard.fqn: shard for shard in binding.shards}
         names = {binding.shards[slot].fqn: graph.slots[slot][0] for slot in graph.gather_order}
         reduces = {

@@ -57,6 +57,7 @@ class Following:
         uses: how many programs have used each parameter; infinitely many where it is read outside any graph.
         usual: the same of earlier passes, the most of each.
         again: of a backward: what an earlier call uses, too, whose backward is still to come.
+        brought: FQNs of what will have been gathered before, of a pass that is not entered yet.
         staying: of a backward: units that stay gathered behind it.
         reached: of a backward: what the other ranks have gradients of.
         unreduced: of a backward: units whose gradients they reduce behind it.
@@ -71,6 +72,7 @@ class Following:
     uses: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     usual: Mapping[str, float] = field(default_factory=dict)
     again: frozenset[Shard] = frozenset()
+    brought: frozenset[str] = frozenset()
     staying: frozenset[Unit] = frozenset()
     reached: frozenset[Shard] = frozenset()
     unreduced: frozenset[Unit] = frozenset()

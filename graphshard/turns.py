@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from graphshard import region_programs
 from graphshard.calls import Backward
 from graphshard.dispatch import Binding, UnitState, make_plan
-from graphshard.following import Following
+from graphshard.following import Following, members
 from graphshard.fsdp2 import Unit
 from graphshard.ir import Direction
 from graphshard.marked_graph import MarkedGraph, Program
@@ -159,7 +159,9 @@ class Turns:
             return None
         if leg.program.contract is None or (leg.graph.direction == "forward" and not self._knows_backward_of(leg)):
             return None
-        return _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
+        following = _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
+        following.brought = frozenset(following.shards) - frozenset(members(following.contract.buckets, "gather"))
+        return following
 
     def _knows_backward_of(self, leg: Leg) -> bool:
         names = {name for name, _ in leg.graph.slots}

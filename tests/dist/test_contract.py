@@ -218,8 +218,10 @@ def broken_beside_others(who: int, options: dict[str, Any]) -> None:
     assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
-@pytest.mark.parametrize("options", [{"plan": "auto"}, {"plan": "fsdp2"}, {"regions": "unit"}], ids=str)
+@pytest.mark.parametrize(
+    ("who", "options"),
+    [(0, {"plan": "auto"}), (1, {"plan": "auto"}), (0, {"plan": "fsdp2"}), (1, {"regions": "unit"})],
+)
 def test_graph_breaks_on_one_rank_beside_those_of_all(
     two_ranks: WorkerPool, who: int, options: dict[str, Any]
 ) -> None:
@@ -278,20 +280,26 @@ def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: i
     two_ranks.run(accumulating, who, everywhere)
 
 
-def skipping_blocks(limit: int) -> None:
+def skipping_blocks(limit: int, broken: tuple[int, ...]) -> None:
     """Dynamo's recompile limit, hit on one rank alone: its frame runs as plain Python around the blocks."""
     import torch._dynamo.config as config
 
     rank = dist.get_rank()
     with config.patch(recompile_limit=limit if rank == 1 else 64, automatic_dynamic_shapes=False):
-        got, want, _ = trained(
-            Blocks, lambda step: features(step, 4 + step), lambda model, step: None, dynamic=False
+        got, want, report = trained(
+            Blocks,
+            lambda step: features(step, 4 + step),
+            lambda model, step: break_in(model, broken),
+            dynamic=False,
+            deadline_s=12.0,
         )
     equal(got, want)
+    assert any("graph breaks leave parts" in note for note in report.notes) == (rank == 1)
 
 
-def test_recompile_limit_on_one_rank(two_ranks: WorkerPool) -> None:
-    two_ranks.run(skipping_blocks, 2)
+@pytest.mark.parametrize("broken", [(), (1,)], ids=["one graph", "graph breaks on all ranks"])
+def test_recompile_limit_on_one_rank(two_ranks: WorkerPool, broken: tuple[int, ...]) -> None:
+    two_ranks.run(skipping_blocks, 5 if broken else 2, broken)
 
 
 def training_in_silence() -> None:
