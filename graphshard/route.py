@@ -117,7 +117,7 @@ class Route:
             return self.current
         place, latest = len(self._running), self._latest.get(what, ())
         leg = latest[place] if place < len(latest) else None
-        if not isinstance(leg, Leg) or leg.binding is binding or not own < leg.binding.shard_set:
+        if not isinstance(leg, Leg) or structure == leg.structure or not own <= leg.binding.shard_set:
             return None
         if leg.turns.known_as(leg) is None:
             return None

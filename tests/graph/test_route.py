@@ -104,6 +104,14 @@ def test_ranks_with_different_parts_share_the_leg() -> None:
     assert together(found, leg_of) == [True, True]
 
 
+def test_leg_may_come_apart_into_one_with_all_of_its_parameters() -> None:
+    _, route = routes(contracts(), "a1 a2", "b1")
+    found = route.leg_of(CALL, 1, binding("a1 a2"), "more of its inputs need gradients")
+    assert found is not None
+    route.enter(found)
+    assert part(route, 1, "b1") == ""
+
+
 @pytest.mark.parametrize("text", ["a1 a2", "a1 b1", "b1", "a1 a2 b1"])
 def test_nobody_is_asked_about_what_is_no_part_of_the_leg_in_its_place(text: str) -> None:
     own = contracts()
