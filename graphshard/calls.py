@@ -103,7 +103,7 @@ class Calls:
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
-        node = next((found for t in outputs if (found := compiled_function_node(t)) is not None), None)
+        node = compiled_function_node(outputs)
         begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None)
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})

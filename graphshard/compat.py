@@ -376,10 +376,14 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
         yield from hooks.items()
 
 
-def compiled_function_node(output: Tensor) -> Any:
-    """The autograd node of the compiled region that produced `output`, or None. Views of outputs are looked through."""
-    node = output.grad_fn
-    for _ in range(3):
+def compiled_function_node(outputs: Sequence[Tensor]) -> Any:
+    """The autograd node of the compiled region that produced `outputs`, or None. Views of them are looked through."""
+    found = [node for output in outputs if (node := _behind_views(output.grad_fn)) is not None]
+    return max(found, key=lambda node: node._sequence_nr(), default=None)  # not that of the region before, of an input
+
+
+def _behind_views(node: Any) -> Any:
+    for _ in range(100):
         if node is None or "CompiledFunction" in type(node).__name__:
             return node
         node = node.next_functions[0][0] if node.next_functions else None

@@ -149,7 +149,9 @@ class Follower:
         if self.forward is not None:
             self.finish(self.forward)
         self.forward = self.role = None
-        if leg is not None:
+        if leg is None:
+            self._route.check_first(self._what, self._number, binding)
+        else:
             self._route.enter(leg)
             self.role = leg.role(follows=True)
             self.forward = leg.turns.enter(leg)

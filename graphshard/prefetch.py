@@ -136,7 +136,7 @@ class Prefetch:
     def _end_backward(self) -> None:
         if self._backward is not None:
             self._end(self._backward)
-        self._backward, self._backward_id = None, -1
+        self._backward, self._backward_id, self._follows = None, -1, False
         self._holdings.drop_ahead()
 
     def _end(self, walk: Walk[Wanted]) -> None:
@@ -190,7 +190,10 @@ class Prefetch:
         asked: Backward,
         problem: Callable[[], Problem | None],
     ) -> None:
-        """The same for a backward. `asked`: of it."""
+        """The same for a backward. `asked`: of it.
+
+        Behind that of a whole call nothing is launched: a rank that follows it may not have its graph.
+        """
         holdings = self._holdings
         if graph.part or not binding.units:
             holdings.finish_gathers(binding.units)
@@ -203,7 +206,9 @@ class Prefetch:
         for unit, shards, whole in wanted:
             if whole or self._every:
                 holdings.gather(unit, shards, whole or not unit.reshard_after_backward, ahead=False)
-        self._launch(self._backward_walk(asked.entry), "backward", binding, wanted, problem)
+        is_whole_call = asked.role is not None and asked.role.leg is None
+        walk = None if is_whole_call else self._backward_walk(asked.entry)
+        self._launch(walk, "backward", binding, wanted, problem)
 
     def _wanted(self, graph: Graph, binding: Binding, split: frozenset[Unit]) -> list[Wanted]:
         """What can be gathered before the program, of what is not gathered now.

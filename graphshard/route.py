@@ -18,6 +18,7 @@ from typing import Protocol
 from graphshard.calls import Backward
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
+from graphshard.errors import RanksDiffer
 from graphshard.following import Following
 from graphshard.marked_graph import MarkedGraph, Program
 from graphshard.shards import Shard
@@ -85,13 +86,14 @@ class Route:
         self._latest: dict[str, tuple[Leg | Shard, ...]] = {}  # by what the calls are, in words
         self._running: list[Leg | Shard] = []
         self._answers: dict[tuple[int, frozenset[Shard]], bool] = {}  # of the running call
+        self._checked = 0  # legs of the running call
         self._alike: Counter[str] = Counter()
         self._differ: set[str] = set()
         self.current: Leg | None = None
 
     def begin(self) -> None:
         """A call begins."""
-        self._running, self._answers, self.current = [], {}, None
+        self._running, self._answers, self._checked, self.current = [], {}, 0, None
 
     def use(self, used: Leg | Shard) -> None:
         """A leg runs, or a parameter is read outside any graph."""
@@ -125,6 +127,25 @@ class Route:
             taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
             self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", taken)
         return None if self._answers[place, own] else leg
+
+    def check_first(self, what: str, number: int, binding: Binding) -> None:
+        """Compares what a leg of the first call of its kind uses, before anything is sent for it.
+
+        Raises:
+            RanksDiffer: another rank uses other parameters there, or does not come until the deadline.
+        """
+        names = [shard.fqn for shard in binding.shards if not shard.unit.reduce_unused]
+        if what in self._latest or not names:
+            return
+        self._checked += 1
+        where = f"call {number}, leg {self._checked} of {what}"
+        if not self._contracts.elect(where, where, " ".join(sorted(names))).alike:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise RanksDiffer(
+                f"contract: {where} uses {shown} on rank {self._contracts.rank} and other parameters on another rank. "
+                "Graph breaks leave parts of it on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones "
+                "in the first call, or set_reduce_scatter_unused_params(True) on units that ranks use parts of"
+            )
 
     def _all_take(self, what: str, where: str, structure: str) -> bool:
         """Whether all ranks have come to such a part of the call in place of the leg."""

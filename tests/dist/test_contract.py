@@ -209,8 +209,7 @@ def broken_beside_others(who: int, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
 
     def prepare(model: Any, step: int) -> None:
-        for number, layer in enumerate(model.layers):
-            layer.breaks = number == 1 or (rank == who and step >= 1 and number != 2)
+        break_in(model, (0, 1, 3) if rank == who and step >= 1 else (1,))
 
     # Ranks wait for others to break likewise for a quarter of the deadline.
     got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, deadline_s=12.0, **options)
@@ -286,13 +285,9 @@ def skipping_blocks(limit: int, broken: tuple[int, ...]) -> None:
 
     rank = dist.get_rank()
     with config.patch(recompile_limit=limit if rank == 1 else 64, automatic_dynamic_shapes=False):
-        got, want, report = trained(
-            Blocks,
-            lambda step: features(step, 4 + step),
-            lambda model, step: break_in(model, broken),
-            dynamic=False,
-            deadline_s=12.0,
-        )
+        options = {"dynamic": False, "deadline_s": 12.0}
+        batch, prepare = lambda step: features(step, 4 + step), lambda model, step: break_in(model, broken)
+        got, want, report = trained(Blocks, batch, prepare, **options)
     equal(got, want)
     assert any("graph breaks leave parts" in note for note in report.notes) == (rank == 1)
 
@@ -379,7 +374,7 @@ def two_calls(who: int) -> None:
     rank = dist.get_rank()
 
     torch.manual_seed(0)
-    plain = Blocks(2)
+    plain = Blocks()
     seen = []
     for compiled in (True, False):
         model: Any = graphshard.compile(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager")

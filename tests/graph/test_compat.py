@@ -95,13 +95,18 @@ def test_copied_graph_is_its_own_and_reads_the_same_attributes() -> None:
 def test_node_of_a_compiled_region_is_found_behind_views() -> None:
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
-        return y, y.view(-1)
+        return y, y.view(2, 2, 1).permute(2, 1, 0).unsqueeze(0).squeeze(0).unbind()[0].unbind()[0]
 
     x = torch.ones(2, 2, requires_grad=True)
-    for result in torch.compile(f, backend="aot_eager")(x):
-        node = compat.compiled_function_node(result)
+    compiled = torch.compile(f, backend="aot_eager")
+    first, second = compiled(x)
+    for result in (first, second):
+        node = compat.compiled_function_node([result])
         assert node is not None and "CompiledFunction" in type(node).__name__
-    assert compat.compiled_function_node(x.sin()) is None
+    assert compat.compiled_function_node([x.sin()]) is None
+    # What is handed on from a region before does not hide the node.
+    later, _ = compiled(first)
+    assert compat.compiled_function_node([first, later]) is compat.compiled_function_node([later]) is not node
 
 
 def test_inline_only_functions_are_inlined_and_never_captured() -> None:

@@ -127,6 +127,22 @@ def test_leg_that_cannot_be_followed_has_no_parts() -> None:
     assert part(route, 1, "a1") == ""
 
 
+def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
+    found = [Route(one, lambda line: None) for one in contracts()]
+    second = iter(["b1 b2", "b1"])
+
+    def call(route: Route) -> str:
+        route.check_first(CALL, 1, binding("a1"))
+        with pytest.raises(RanksDiffer) as caught:
+            route.check_first(CALL, 1, binding(next(second)))
+        return str(caught.value)
+
+    assert all(f"call 1, leg 2 of {CALL} uses b1" in text for text in together(found, call))
+    known = routes(contracts(), "a1")[0]
+    known._contracts._store = None
+    known.check_first(CALL, 2, binding("b1"))  # no first call
+
+
 def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None:
     found = routes(contracts(), "a1", "b1")
     third = iter(["b1", "c1"])
