@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from torch.fx import Graph
 
 from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import PassContext, collective, launches
+from graphshard.ir import collective, launches
 from graphshard.plan import Decision, PlannedBucket, PlannedStep
 from graphshard.plan_file.decoding import decode
 
@@ -99,9 +99,3 @@ def contract_of(graph: Graph, decision: Decision | None, params: Sequence[Place]
 
 def _fqns(bucket: PlannedBucket) -> list[str]:
     return [member.partition("#")[0] for member in bucket.members]
-
-
-def params_of(ctx: PassContext, ordinals: Mapping[str, int]) -> list[Place]:
-    """The parameters of a program. `ordinals`: of its units, by name."""
-    places = {Place(ordinals[ref.unit], ref.index, ref.fqn) for ref in ctx.params.values()}
-    return sorted(places, key=lambda place: (place.unit, place.index))

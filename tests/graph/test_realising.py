@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphshard import driver
-from graphshard.contract import Contract, Place, contract_of, params_of
+from graphshard.contract import Contract, Place, contract_of
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.errors import RanksDiffer
 from graphshard.extraction import Scene
@@ -27,11 +27,16 @@ WEIGHTS = toy_weights(3)
 ORDINALS = {"": 0, **{f"blocks.{i}": i + 1 for i in range(6)}}
 
 
+def places_of(ctx: PassContext) -> list[Place]:
+    places = {Place(ORDINALS[ref.unit], ref.index, ref.fqn) for ref in ctx.params.values()}
+    return sorted(places, key=lambda place: (place.unit, place.index))
+
+
 def decided(marked: Marked, mode: str = "auto") -> Contract:
     """The contract of a program that this rank plans."""
     planner = RegionPlanning(Planning(SCENE, mode))
     gm = driver.lower(marked.gm, replace(marked.ctx, planner=planner), "test").gm
-    return contract_of(gm.graph, planner.latest, params_of(marked.ctx, ORDINALS))
+    return contract_of(gm.graph, planner.latest, places_of(marked.ctx))
 
 
 def launched(marked: Marked, contract: Contract) -> Any:
@@ -128,9 +133,3 @@ def test_contract_of_a_block_is_that_of_an_equal_block() -> None:
     assert other.buckets[0].members == ("blocks.1.a", "blocks.1.b#2")
     assert other.for_params(places[0]) == contract
     assert contract.for_params(places[0]) is contract
-
-
-def test_parameters_of_a_program_are_in_the_order_of_the_model() -> None:
-    ctx = PassContext("forward", {weight.shard_name: weight.ref for weight in WEIGHTS[::-1]})
-    found = [(place.unit, place.index) for place in params_of(ctx, ORDINALS)]
-    assert found == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard.contract import Contract
+from graphshard.contract import Contract, Place
 from graphshard.derived import derived
 from graphshard.dispatch import KEEP, REACHED, RESHARD, Binding, UnitState
 from graphshard.plan import PlannedBucket, PlannedStep
 from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.shards import RESIDENT
-from graphshard.signatures import ordered_units, shown_state, state_text, structure
+from graphshard.signatures import ordered_units, places, shown_state, state_text, structure
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -56,6 +56,10 @@ def two_units(**of_second: object) -> Binding:
 
 
 USUAL = UnitState(DEFAULT_SETTINGS, RESHARD, True, None, ())
+
+
+def test_places_of_parameters_are_in_the_order_of_the_model() -> None:
+    assert places(two_units()) == [Place(0, 0, "x.a"), Place(0, 1, "x.b"), Place(1, 0, "y.a"), Place(1, 1, "y.b")]
 
 
 # -- structure
