@@ -11,14 +11,13 @@ parameters and never notice. So what a call used is compared between ranks when 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from graphshard.calls import Backward
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
-from graphshard.errors import RanksDiffer
 from graphshard.following import Following
 from graphshard.marked_graph import MarkedGraph, Program
 from graphshard.shards import Shard
@@ -30,6 +29,10 @@ _ADVICE = (
     "this call has mixed parameters: do not step on its gradients. Graph breaks leave parts of it on every rank "
     "(TORCH_LOGS=graph_breaks shows them): want the same modules in use on all ranks, or "
     "set_reduce_scatter_unused_params(True) on these units, or no breaks"
+)
+_FIRST_ADVICE = (
+    "graph breaks leave parts of this call on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones in "
+    "the first call, or set_reduce_scatter_unused_params(True) on units of which ranks use other parameters"
 )
 
 
@@ -140,12 +143,8 @@ class Route:
         self._checked += 1
         where = f"call {number}, leg {self._checked} of {what}"
         if not self._contracts.elect(where, where, " ".join(sorted(names))).alike:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            raise RanksDiffer(
-                f"contract: {where} uses {shown} on rank {self._contracts.rank} and other parameters on another rank. "
-                "Graph breaks leave parts of it on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones "
-                "in the first call, or set_reduce_scatter_unused_params(True) on units that ranks use parts of"
-            )
+            lines = _lines(binding.shards)
+            self._contracts.compare(f"differs\n{where}", where, lines, _SUBJECT, _FIRST_ADVICE)
 
     def _all_take(self, what: str, where: str, structure: str) -> bool:
         """Whether all ranks have come to such a part of the call in place of the leg."""
@@ -179,7 +178,7 @@ class Route:
         route, latest = tuple(self._running), self._latest.get(what, ())
         self.begin()
         self._latest[what] = route
-        if not _same(route, latest) and (lines := _lines(route)) != _lines(latest):
+        if not _same(route, latest) and (lines := _lines(_shards(route))) != _lines(_shards(latest)):
             self._contracts.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
 
 
@@ -190,10 +189,14 @@ def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> boo
     )
 
 
-def _lines(route: Iterable[Leg | Shard]) -> list[str]:
-    units: dict[str, set[str]] = {}
+def _shards(route: Iterable[Leg | Shard]) -> Iterator[Shard]:
     for used in route:
-        for shard in (used,) if isinstance(used, Shard) else used.binding.shards:
-            if not shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
-                units.setdefault(shard.unit.name or "root", set()).add(shard.fqn)
+        yield from (used,) if isinstance(used, Shard) else used.binding.shards
+
+
+def _lines(shards: Iterable[Shard]) -> list[str]:
+    units: dict[str, set[str]] = {}
+    for shard in shards:
+        if not shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
+            units.setdefault(shard.unit.name or "root", set()).add(shard.fqn)
     return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in units.items()]

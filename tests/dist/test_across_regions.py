@@ -338,9 +338,10 @@ def rank_runs_layers_backwards() -> str:
 
 def test_ranks_with_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> None:
     texts = two_ranks.run(rank_runs_layers_backwards)
-    for rank, (text, mine) in enumerate(zip(texts, (1, 2), strict=True)):
-        assert f"of the inference of 'root' uses layers.{mine}." in text
-        assert f"on rank {rank} and other parameters on another rank" in text
+    for rank, (text, (mine, theirs)) in enumerate(zip(texts, ((1, 2), (2, 1)), strict=True)):
+        assert "of the inference of 'root': ranks differ in the units that they use, in order" in text
+        assert f"got 'layers.{mine}: " in text
+        assert f"on rank {rank} and 'layers.{theirs}: " in text
 
 
 # -- choices of users

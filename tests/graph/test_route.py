@@ -137,7 +137,9 @@ def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
             route.check_first(CALL, 1, binding(next(second)))
         return str(caught.value)
 
-    assert all(f"call 1, leg 2 of {CALL} uses b1" in text for text in together(found, call))
+    for text in together(found, call):
+        assert f"call 1, leg 2 of {CALL}: ranks differ in the units that they use" in text
+        assert "'b: b1, b2'" in text and "'b: b1'" in text
     known = routes(contracts(), "a1")[0]
     known._contracts._store = None
     known.check_first(CALL, 2, binding("b1"))  # no first call
