@@ -175,50 +175,44 @@ class RegionPrograms(Generic[E]):
             held_bytes: that are held for other programs while it runs.
         """
         with compiling(self.engine.name, f"the {graph.direction} of region {self.number}"):
-            return self._lower(graph, binding, plan, state, late, contract, held_bytes)
-
-    def _lower(
-        self,
-        graph: MarkedGraph,
-        binding: Binding,
-        plan: Plan,
-        state: str,
-        late: bool,
-        contract: Contract | None,
-        held_bytes: int,
-    ) -> Program:
-        params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-        params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
-        flags = plan.flags
-        number = sum(record.region == self.number for record in self.engine.report.programs)
-        title = f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-        text = f"{graph.part} {flags}".lstrip()
-        named = program_flags(text, self.engine.name)
-        ctx = PassContext(graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once))
-        if contract is not None:
-            lowered, decision = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
-        else:
-            lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
-        start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
-        with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
-        if not late:
-            hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
-        compile_s = time.perf_counter() - start
-        record = ProgramRecord(
-            self.number,
-            graph.direction,
-            text,
-            launch_counts(lowered.gm.graph),
-            lowered.passes_s,
-            compile_s,
-            ir=format_graph(lowered.gm.graph),
-            code=generated_code(run),
-            decision=decision,
-            **communication_facts(lowered.gm.graph, binding.shards),
-        )
-        self.engine.report.programs.append(record)
-        return Program(run, record, plan, contract)
+            params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
+            params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
+            flags = plan.flags
+            number = sum(record.region == self.number for record in self.engine.report.programs)
+            title = (
+                f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
+            )
+            text = f"{graph.part} {flags}".lstrip()
+            named = program_flags(text, self.engine.name)
+            ctx = PassContext(
+                graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once)
+            )
+            if contract is not None:
+                lowered, decision = lower_within_budget(
+                    graph.gm, ctx, title, self._planner, named, contract, held_bytes
+                )
+            else:
+                lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+            start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
+            with graph.state.resumed() if late and graph.state is not None else nullcontext():
+                run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
+            if not late:
+                hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
+            compile_s = time.perf_counter() - start
+            record = ProgramRecord(
+                self.number,
+                graph.direction,
+                text,
+                launch_counts(lowered.gm.graph),
+                lowered.passes_s,
+                compile_s,
+                ir=format_graph(lowered.gm.graph),
+                code=generated_code(run),
+                decision=decision,
+                **communication_facts(lowered.gm.graph, binding.shards),
+            )
+            self.engine.report.programs.append(record)
+            return Program(run, record, plan, contract)
 
     def _lower_as_agreed(
         self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
