@@ -92,6 +92,16 @@ def test_copied_graph_is_its_own_and_reads_the_same_attributes() -> None:
     assert next(iter(gm.graph.nodes)).meta["val"] == "x"
 
 
+def test_node_of_a_compiled_region_is_found_behind_heads_of_attention() -> None:
+    def heads(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = torch.nn.functional.linear(x, torch.ones(24, 8)).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    x = torch.ones(2, 5, 8, requires_grad=True)
+    for result in torch.compile(heads, backend="aot_eager")(x):
+        assert compat.compiled_function_node([result]) is not None
+
+
 def test_node_of_a_compiled_region_is_found_behind_views() -> None:
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
