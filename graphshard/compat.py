@@ -303,8 +303,8 @@ def compile_region_aot(
 def compile_graph_inductor(
     gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[[list[Any]], Any]:
-    """Inductor's code for one lowered graph."""
-    compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
+    """Inductor's code for one lowered graph. Inductor gets a copy, which it rewrites unless its cache has the code."""
+    compiled: Callable[[list[Any]], Any] = compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs)
     return compiled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from typing import Any
 from unittest import mock
 
@@ -170,6 +171,25 @@ def test_results_behind_the_recorded_ones_keep_their_strides() -> None:
     keep_strides(output, 2)
     assert output.meta["user_visible_output_idxs"] == [1, 2]
     assert output.meta["original_output_strides"] == [(2, 1), (1, 2), (1, 2)]
+
+
+def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
+    new = random.random()  # nothing in Inductor's cache
+    texts: list[tuple[str, str]] = []
+
+    def compiler(graph: GraphModule, inputs: Any, direction: str, **kwargs: Any) -> Any:
+        before, run = str(graph.graph), compat.compile_graph_inductor(graph, inputs, kwargs)
+        texts.append((before, str(graph.graph)))
+        return run
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return compat.compile_region_inductor(gm, inputs, compiler, Partitioner(mock.Mock()))
+
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    result = torch.compile(lambda a, b: (a + a @ b).view(16) * new, backend=backend)(a, b)
+    torch.testing.assert_close(result, torch.full((16,), 5 * new))
+    ((before, after),) = texts
+    assert before == after
 
 
 def test_generated_code_is_text_or_none() -> None:
