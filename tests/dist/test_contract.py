@@ -103,6 +103,11 @@ def features(step: int, rows: int) -> Tensor:
     return torch.randn(rows, DIM, generator=models.generator(step, dist.get_rank()))
 
 
+def break_in(model: Any, numbers: tuple[int, ...]) -> None:
+    for number, layer in enumerate(model.layers):
+        layer.breaks = number in numbers
+
+
 # -- other shapes
 
 
@@ -202,48 +207,6 @@ def test_graph_breaks_on_one_rank(two_ranks: WorkerPool, first: int, who: int, p
 
 def test_graph_breaks_on_one_of_four_ranks(four_ranks: WorkerPool) -> None:
     four_ranks.run(broken, 1, 2, {"plan": "fsdp2"})  # whose bits are FSDP2's at any size
-
-
-def broken_beside_others(who: int, options: dict[str, Any]) -> None:
-    """On all ranks, graphs break in the second block; on one of them, later, in those around it, too."""
-    rank = dist.get_rank()
-
-    def prepare(model: Any, step: int) -> None:
-        break_in(model, (0, 1, 3) if rank == who and step >= 1 else (1,))
-        if step == 0:  # other code than that of the block in which all break: compiled when it breaks
-            model.layers[3].at_break = torch.compiler.disable(lambda: None)
-
-    # Ranks wait for others to break likewise for a quarter of the deadline.
-    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, deadline_s=12.0, **options)
-    equal(got, want)
-    assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
-
-
-@pytest.mark.parametrize(
-    ("who", "options"),
-    [(0, {"plan": "auto"}), (1, {"plan": "auto"}), (0, {"plan": "fsdp2"}), (1, {"regions": "unit"})],
-)
-def test_graph_breaks_on_one_rank_beside_those_of_all(
-    two_ranks: WorkerPool, who: int, options: dict[str, Any]
-) -> None:
-    two_ranks.run(broken_beside_others, who, options)
-
-
-def broken_alike_later() -> None:
-    got, want, report = trained(
-        Blocks, lambda step: features(step, 4), lambda model, step: break_in(model, (1,) if step < 2 else (1, 3))
-    )
-    equal(got, want)
-    assert not any("graph breaks leave parts" in note for note in report.notes)
-
-
-def break_in(model: Any, numbers: tuple[int, ...]) -> None:
-    for number, layer in enumerate(model.layers):
-        layer.breaks = number in numbers
-
-
-def test_graph_breaks_that_come_later_on_all_ranks_are_theirs(two_ranks: WorkerPool) -> None:
-    two_ranks.run(broken_alike_later)
 
 
 def accumulating(who: int, everywhere: bool) -> None:
