@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import models
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from test_contract import Blocks, break_in, equal, features, trained
+from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard
 from graphshard.testing import WorkerPool
 
 # Ranks wait for others to break likewise for a quarter of it.
@@ -70,13 +73,18 @@ class Torn(nn.Module):
         return x + self.down(torch.relu(inner))
 
 
+def called_again() -> nn.Module:
+    first, second = Torn(), Torn()
+    return nn.Sequential(nn.LayerNorm(models.DIM), first, second, first)
+
+
 def torn(who: int) -> None:
     def prepare(model: Any, step: int) -> None:
         for block in model[1:]:
             block.tears = dist.get_rank() == who and step >= 1
 
     got, want, report = trained(
-        lambda: nn.Sequential(nn.LayerNorm(models.DIM), *(Torn() for _ in range(3))),
+        called_again,
         lambda step: features(step, 4),
         prepare,
         deadline_s=DEADLINE_S,
@@ -88,3 +96,46 @@ def torn(who: int) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_units_that_are_in_parts_on_all_ranks_come_further_apart_on_one(two_ranks: WorkerPool, who: int) -> None:
     two_ranks.run(torn, who)
+
+
+class Scaled(Blocks):
+    """Its root is in parts on all ranks; where `leaves_out`, a part comes apart and leaves out a parameter of it."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.scale = nn.Parameter(torch.randn(models.DIM))
+        self.leaves_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(x))
+        torch._dynamo.graph_break()
+        x = self.layers[1](x)
+        if self.leaves_out:
+            torch._dynamo.graph_break()
+        else:
+            x = x * self.scale
+        out: Tensor = self.norm(x)
+        return out
+
+
+def left_out(who: int) -> None:
+    torch.manual_seed(0)
+    plain: Any = Scaled()
+    model: Any = graphshard.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager", deadline_s=DEADLINE_S
+    )
+    for step in range(3):
+        plain.leaves_out = model.leaves_out = step > 0 and dist.get_rank() == who
+        inputs = features(step, 4)
+        for each in (plain, model):
+            each.zero_grad()
+            each(inputs).square().mean().backward()
+        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+            grad = torch.zeros_like(want) if want.grad is None else want.grad
+            dist.all_reduce(grad, dist.ReduceOp.SUM)
+            torch.testing.assert_close(got.grad.full_tensor(), grad / 2)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_parts_that_leave_out_a_parameter_give_it_zeros(two_ranks: WorkerPool, who: int) -> None:
+    two_ranks.run(left_out, who)
