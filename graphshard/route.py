@@ -18,6 +18,7 @@ from typing import Protocol
 from graphshard.calls import Backward
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
+from graphshard.errors import RanksDiffer
 from graphshard.following import Following
 from graphshard.marked_graph import MarkedGraph, Program
 from graphshard.shards import Shard
@@ -178,8 +179,12 @@ class Route:
         route, latest = tuple(self._running), self._latest.get(what, ())
         self.begin()
         self._latest[what] = route
-        if not _same(route, latest) and (lines := _lines(_shards(route))) != _lines(_shards(latest)):
+        if _same(route, latest) or (lines := _lines(_shards(route))) == (before := _lines(_shards(latest))):
+            return
+        try:
             self._contracts.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
+        except RanksDiffer as error:  # the other ranks, if they do as before, do not come
+            raise RanksDiffer(f"{error}; on rank {self._contracts.rank} it uses {_change(before, lines)}") from None
 
 
 def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> bool:
@@ -192,6 +197,15 @@ def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> boo
 def _shards(route: Iterable[Leg | Shard]) -> Iterator[Shard]:
     for used in route:
         yield from (used,) if isinstance(used, Shard) else used.binding.shards
+
+
+def _change(before: list[str], lines: list[str]) -> str:
+    """The first difference between two calls, in words."""
+    place = next((i for i, (old, new) in enumerate(zip(before, lines, strict=False)) if old != new), None)
+    if place is None:
+        place = min(len(before), len(lines))
+    old, new = (repr(found[place]) if place < len(found) else "nothing more" for found in (before, lines))
+    return f"{new} in place {place}, where the call before used {old}"
 
 
 def _lines(shards: Iterable[Shard]) -> list[str]:

@@ -157,3 +157,11 @@ def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None
         return str(caught.value)
 
     assert all("b: b1" in text or "c: c1" in text for text in together(found, call))
+
+
+def test_call_that_only_one_rank_makes_otherwise_is_told_with_what_has_changed() -> None:
+    route = routes(contracts(), "a1", "b1")[1]
+    route._contracts.deadline_s = 0.2
+    route.use(leg("a1"))
+    with pytest.raises(RanksDiffer, match=r"never came.* on rank 1 it uses nothing more in place 1, .* used 'b: b1'"):
+        route.end(CALL, 1)
