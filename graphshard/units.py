@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from torch import nn
 
@@ -14,8 +14,8 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded as units of their own, outermost repeated blocks; what is left belongs to the root.
 
     A block is repeated when a container (`ModuleList`, `Sequential`, `ModuleDict`) holds at least two children of its
-    class with equal parameter shapes, dtypes and `requires_grad`. A block that shares a parameter with the rest of the
-    model stays with the root: two units cannot own one parameter.
+    class with equal parameter shapes, dtypes and `requires_grad`. A block that shares a parameter, or a module that has
+    some, with the rest of the model stays with the root: two units cannot own one parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_units: model: got {type(model).__name__}, want an nn.Module")
@@ -37,7 +37,7 @@ def _collect(module: nn.Module, owners: dict[int, int], units: list[nn.Module], 
         if id(child) in seen:
             continue
         seen.add(id(child))
-        if id(child) in repeated and _is_closed(child, owners):
+        if id(child) in repeated and not _shared(child, owners):
             units.append(child)
         else:
             _collect(child, owners, units, seen)
@@ -51,25 +51,54 @@ def _kind(module: nn.Module) -> object:
     return (type(module), shapes) if shapes else None
 
 
-def _owner_counts(module: nn.Module) -> dict[int, int]:
-    """How many (module, name) places hold each parameter."""
+def _owner_counts(module: nn.Module, apart: Set[nn.Module] = frozenset()) -> dict[int, int]:
+    """How many (module, name) places hold each parameter, and each child that has some; `apart`: left out."""
     counts: dict[int, int] = defaultdict(int)
-    for submodule in module.modules():
+    for submodule in _walk(module, apart):
         for _, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
             counts[id(param)] += 1
+        for child in submodule.children():
+            if child not in apart and next(child.parameters(), None) is not None:
+                counts[id(child)] += 1
     return counts
 
 
-def _is_closed(module: nn.Module, owners: dict[int, int]) -> bool:
-    """Whether nothing outside `module` holds one of its parameters."""
-    return all(count == owners[key] for key, count in _owner_counts(module).items())
+def _walk(module: nn.Module, apart: Set[nn.Module]) -> Iterator[nn.Module]:
+    seen, left = {module}, [module]
+    while left:
+        yield (found := left.pop())
+        inner = [child for child in found.children() if child not in seen and child not in apart]
+        seen.update(inner)
+        left += inner
+
+
+def _shared(module: nn.Module, owners: dict[int, int], apart: Set[nn.Module] = frozenset()) -> set[int]:
+    """Ids of what `module` holds and something outside of it, too."""
+    return {key for key, count in _owner_counts(module, apart).items() if count != owners[key]}
+
+
+def _check_closed(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Refuses a unit that shares a parameter; a unit inside it that does not has its own."""
+    owners = _owner_counts(model)
+    for unit in units:
+        if shared := _shared(unit, owners, set(units) - {unit}):
+            own = [param for param in unit.parameters() if id(param) in shared]
+            param = (own or [next(child.parameters()) for child in unit.modules() if id(child) in shared])[0]
+            names = [name for name, found in model.named_parameters(remove_duplicate=False) if found is param]
+            unit_name = next(name for name, found in model.named_modules() if found is unit)
+            raise ValueError(
+                f"compile: units: '{unit_name}' shares a parameter with modules outside of it, known as "
+                f"{', '.join(map(repr, names))}; two units cannot own one parameter: want units that hold it in all "
+                "its places, or the module that is shared as a unit of its own"
+            )
 
 
 def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
     """Modules for the `units` argument of `compile`: None finds them; else FQNs, classes or the modules themselves.
 
     Raises:
-        ValueError: for an FQN or a module that the model does not have, or a class that it has no module of.
+        ValueError: for an FQN or a module that the model does not have, or a class that it has no module of, or for
+            modules of which one shares a parameter with what is outside of it.
         TypeError: for anything else.
     """
     if units is None:
@@ -97,6 +126,16 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
                     f"compile: units: got {unit!r}, a {type(module).__name__}, which has no forward; name what is in it"
                 )
         chosen.update((id(module), module) for module in found if module is not model)
-    order = {id(module): i for i, module in enumerate(modules.values())}
     # Inner units first: fully_shard takes what no earlier call has taken.
-    return sorted(chosen.values(), key=lambda module: -order[id(module)])
+    inner_first = [module for module in _inner_first(model, set()) if id(module) in chosen]
+    _check_closed(model, inner_first)
+    return inner_first
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """All modules, each behind those in it, the last ones first."""
+    seen.add(module)
+    for child in reversed(list(module.children())):
+        if child not in seen:
+            yield from _inner_first(child, seen)
+    yield module

@@ -100,6 +100,22 @@ def test_block_under_two_names_is_one_unit(run: TrainingRun, reshard: bool) -> N
     train(run, model, torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
+class SharedDown(SharedLayers):
+    """Two blocks have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = models.DecoderBlock()
+        self.again.down = self.block.down
+
+
+@pytest.mark.parametrize("units", [["other"], ["block", "block.down", "other", "again"]], ids=["root", "own"])
+@training_test(tolerance=BITWISE)
+def test_module_that_blocks_share_is_the_roots_or_a_unit_of_its_own(run: TrainingRun, units: list[str]) -> None:
+    model = run.shard(SharedDown(), units=units)
+    train(run, model, torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
 def two_groups(model: nn.Module, mesh: DeviceMesh) -> None:
     assert isinstance(model, models.Decoder)
     fully_shard(model.embed, mesh=mesh)

@@ -157,6 +157,31 @@ def test_units_may_tie_parameters_inside() -> None:
     assert found(blocks) == ["blocks.0", "blocks.1"]
 
 
+class Sharing(Block):
+    """Has its linear layer in common with other blocks."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+
+def test_units_leave_blocks_that_share_a_module_to_the_root() -> None:
+    linear = nn.Linear(4, 4)
+    assert found(nn.ModuleList([Sharing(linear), Sharing(linear), Sharing(nn.Linear(4, 4)), Block()])) == ["blocks.2"]
+    assert found(nn.ModuleList([Sharing(linear), Sharing(linear), Block(), Block()])) == ["blocks.2", "blocks.3"]
+
+
+def test_resolve_refuses_units_that_share_a_parameter() -> None:
+    linear = nn.Linear(4, 4)
+    model = Model(nn.ModuleList([Sharing(linear), Sharing(linear)]))
+    with pytest.raises(ValueError, match=r"'blocks.\d' shares .* 'blocks.0.linear.weight', 'blocks.1.linear.weight';"):
+        resolve_units(model, [Sharing])
+    assert names(model, resolve_units(model, [Sharing, linear])) == ["blocks.0.linear", "blocks.1", "blocks.0"]
+    model.head.weight = model.embedding.weight
+    with pytest.raises(ValueError, match=r"'embedding' shares .* 'embedding.weight', 'head.weight';"):
+        resolve_units(model, ["embedding"])
+
+
 def test_units_take_a_block_registered_twice_once() -> None:
     block, other = Block(), Block()
     assert found(nn.ModuleList([block, other, block])) == ["blocks.0", "blocks.1"]
