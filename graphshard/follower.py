@@ -62,7 +62,7 @@ class Follower:
         self._engine = engine
         self._is_on = is_on and engine.contracts.has_peers
         self._follows_legs = engine.contracts.has_peers and follows_legs
-        self._variants: dict[tuple[str, str], Variants | None] = {}
+        self._variants: dict[str, Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
         self._needed: dict[str, frozenset[str]] = {}  # by structure: FQNs of what a backward gathers
         self._numbers: Counter[str] = Counter()  # of calls, by entry
@@ -118,7 +118,7 @@ class Follower:
         """What a region's forward follows; None: it is the whole call, or all ranks have such parts.
 
         Args:
-            direction: ``"forward"`` or ``"inference"``.
+            direction: of its graph: ``"forward"``, or ``"inference"``, as of a part in which nothing needs a gradient.
             binding: its shards.
             structure: its own (see `signatures`).
             broken: whether a graph break ends it.
@@ -132,7 +132,7 @@ class Follower:
             self.role = self._role(direction, binding, structure if self.is_whole(broken) else "")
             if self.role is not None and self.role.follows and self._running is not None:
                 states = forward_states(holdings, self.role.whole.binding)
-                self.forward = self._following(self.role.whole, direction, states)
+                self.forward = self._following(self.role.whole, self.role.whole.direction, states)
                 self.forward.usual = self._running.usual
             self._is_in_legs = self.role is None
         if self._is_in_legs and self._follows_legs and binding.units:
@@ -160,8 +160,12 @@ class Follower:
     @property
     def _what(self) -> str:
         """What the running call is, in words."""
-        holdings = self._engine.holdings
-        return f"the {'inference' if holdings.is_inference else 'forward'} of '{holdings.entry.name}'"
+        return f"the {self._mode} of '{self._engine.holdings.entry.name}'"
+
+    @property
+    def _mode(self) -> Direction:
+        """What the running call is on all ranks, whatever needs a gradient in a part of it."""
+        return "inference" if self._engine.holdings.is_inference else "forward"
 
     @property
     def _number(self) -> int:
@@ -169,15 +173,14 @@ class Follower:
 
     def _role(self, direction: Direction, binding: Binding, structure: str) -> Role | None:
         """What the running call is, by its first region. `structure`: of the whole call; empty: a part."""
-        entry = self._engine.holdings.entry.name
-        key = (entry, str(direction))
+        key = self._what
         if key not in self._variants:
-            self._variants[key] = self._meet(f"the {direction} of '{entry}'", direction, binding, structure)
+            self._variants[key] = self._meet(key, direction, binding, structure)
         if (variants := self._variants[key]) is None:
             return None
         self._running = variants
         if structure:
-            return variants.role(binding, structure, self._number)
+            return variants.role(binding, structure, self._number, direction)
         if not frozenset(binding.shards) <= frozenset(variants.primary.binding.shards):
             return None
         self._engine.report.note_once(
@@ -197,19 +200,20 @@ class Follower:
             assert module is not None
             inside = {id(inner) for inner in module.modules()}
             shards = (shard for shard in self._engine.shards if any(id(own) in inside for own, _ in shard.param.owners))
-            return WholeCall(f"all parameters of {what}", _ordered(shards), leader)
+            return WholeCall(f"all parameters of {what}", _ordered(shards), leader, self._mode)
 
         if not election.alike:  # a part of the model that some ranks do not use: they gather it all the same
             found = Variants(contracts, what, everything(), everything, report.note_once)
             found.differs(by_all=True)
             return found
         names = [shard.fqn for shard in binding.shards]
-        text = contracts.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names]), leader)
+        text = contracts.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names, direction]), leader)
         if structure:
-            return Variants(contracts, what, WholeCall(structure, binding, leader), everything, report.note_once)
-        said, names = json.loads(text)
-        whole = self._whole_of(said, names, leader)
-        if direction == "forward" and self._engine.chooses_kept(whole.binding.unit_set):
+            own = WholeCall(structure, binding, leader, direction)
+            return Variants(contracts, what, own, everything, report.note_once)
+        structure, names, of_all = json.loads(text)
+        whole = self._whole_of(structure, names, of_all, leader)
+        if whole.direction == "forward" and self._engine.chooses_kept(whole.binding.unit_set):
             self._keep_units(whole)
         return Variants(contracts, what, whole, everything, report.note_once)
 
@@ -223,11 +227,11 @@ class Follower:
         if (names := json.loads(text)) is not None:
             self._engine.holdings.decide({unit: unit.name in names for unit in whole.binding.units})
 
-    def _whole_of(self, structure: str, names: list[str], leader: int) -> WholeCall:
+    def _whole_of(self, structure: str, names: list[str], direction: Direction, leader: int) -> WholeCall:
         by_name = {shard.fqn: shard for shard in self._engine.shards}
         if missing := [name for name in names if name not in by_name]:
             raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
-        return WholeCall(structure, _ordered(by_name[name] for name in names), leader)
+        return WholeCall(structure, _ordered(by_name[name] for name in names), leader, direction)
 
     def of_backward(self, asked: Backward) -> Following | None:
         """What the running backward follows; None: nothing, as its forward.

@@ -70,7 +70,7 @@ class Leg:
 
     def role(self, follows: bool) -> Role:
         """What a run of it is to the other ranks. `follows`: in parts."""
-        return Role(WholeCall(self.structure, self.binding, None), follows, self)
+        return Role(WholeCall(self.structure, self.binding, None, self.graph.direction), follows, self)
 
 
 class Route:

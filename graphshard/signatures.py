@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from graphshard.contract import Place
 from graphshard.dispatch import REACHED, RESHARD, Binding, UnitState
 from graphshard.fsdp2 import Unit
+from graphshard.ir import Direction
 from graphshard.settings import DEFAULT_SETTINGS
 
 
@@ -24,11 +25,13 @@ class WholeCall:
         structure: of its forward (see `structure`).
         binding: its shards.
         leader: the rank that decides its contracts; None: the lowest.
+        direction: of its forward: ``"forward"``, or ``"inference"`` where nothing in it needs a gradient.
     """
 
     structure: str
     binding: Binding
     leader: int | None
+    direction: Direction
 
 
 @dataclass

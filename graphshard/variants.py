@@ -15,6 +15,7 @@ import torch
 
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
+from graphshard.ir import Direction
 from graphshard.signatures import Role, WholeCall
 
 # So often ranks ask about a variant that all of them take; then it is one that they take alike.
@@ -66,13 +67,14 @@ class Variants:
         self._question: _Question | None = None
         self.usual: dict[str, float] = {}
 
-    def role(self, binding: Binding, structure: str, number: int) -> Role:
+    def role(self, binding: Binding, structure: str, number: int, direction: Direction) -> Role:
         """What a call is that one graph covers on this rank.
 
         Args:
             binding: its shards.
             structure: its own (see `signatures`).
             number: of the call among those of its entry, the same on every rank.
+            direction: of its graph.
 
         Raises:
             RanksDiffer: it uses what the primary call does not, and not all ranks came to it until the deadline.
@@ -82,7 +84,7 @@ class Variants:
             if self.primary.binding is not binding:
                 self.primary = replace(self.primary, binding=binding)
             return Role(self.primary, follows=False)
-        own = WholeCall(structure, binding, self.primary.leader)
+        own = WholeCall(structure, binding, self.primary.leader, direction)
         fits = frozenset(binding.shards) <= frozenset(self.primary.binding.shards)
         if fits and self._differ:
             return Role(self.primary, follows=True)

@@ -80,7 +80,7 @@ def trained(
                     loss = model(inputs).square().mean()
                     loss.backward()
             found.append(loss.detach())
-            found += [parameter.grad.full_tensor() for parameter in model.parameters()]
+            found += [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad]
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
@@ -186,14 +186,21 @@ def test_ranks_that_would_save_other_things_gather_the_same_in_backward(
 # -- other graphs
 
 
-def broken(first: int, who: int, options: dict[str, Any]) -> None:
+def first_block_frozen() -> Blocks:
+    model = Blocks()
+    for frozen in (model.embed, model.layers[0]):
+        frozen.requires_grad_(False)
+    return model
+
+
+def broken(first: int, who: int, options: dict[str, Any], build: Callable[[], nn.Module] = Blocks) -> None:
     rank = dist.get_rank()
 
     def prepare(model: Any, step: int) -> None:
         for layer in model.layers[1:3]:
             layer.breaks = rank == who and step >= first
 
-    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, **options)
+    got, want, report = trained(build, lambda step: features(step, 4), prepare, **options)
     equal(got, want)
     assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
 
@@ -203,6 +210,12 @@ def broken(first: int, who: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", ["auto", "fsdp2"])
 def test_graph_breaks_on_one_rank(two_ranks: WorkerPool, first: int, who: int, plan: str) -> None:
     two_ranks.run(broken, first, who, {"plan": plan})
+
+
+@pytest.mark.parametrize(("first", "who"), [(0, 1), (1, 0)])
+def test_graph_breaks_on_one_rank_behind_frozen_blocks(two_ranks: WorkerPool, first: int, who: int) -> None:
+    """A part of the forward needs no gradient."""
+    two_ranks.run(broken, first, who, {"deadline_s": 20.0}, first_block_frozen)
 
 
 def test_graph_breaks_on_one_of_four_ranks(four_ranks: WorkerPool) -> None:
