@@ -144,14 +144,14 @@ class Follower:
         leg = self._route.leg_of(self._what, self._number, binding, structure)
         if leg is not None and leg is self._route.current:
             return self.forward
+        if leg is None:
+            self._route.check_first(self._what, self._number, binding, runs)
         if not runs:
             return None if leg is None else leg.turns.known_as(leg)
         if self.forward is not None:
             self.finish(self.forward)
         self.forward = self.role = None
-        if leg is None:
-            self._route.check_first(self._what, self._number, binding)
-        else:
+        if leg is not None:
             self._route.enter(leg)
             self.role = leg.role(follows=True)
             self.forward = leg.turns.enter(leg)

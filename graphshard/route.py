@@ -91,13 +91,14 @@ class Route:
         self._running: list[Leg | Shard] = []
         self._answers: dict[tuple[int, frozenset[Shard]], bool] = {}  # of the running call
         self._checked = 0  # legs of the running call
+        self._compiled: Binding | None = None  # the last of them, until it runs
         self._alike: Counter[str] = Counter()
         self._differ: set[str] = set()
         self.current: Leg | None = None
 
     def begin(self) -> None:
         """A call begins."""
-        self._running, self._answers, self._checked, self.current = [], {}, 0, None
+        self._running, self._answers, self._checked, self._compiled, self.current = [], {}, 0, None, None
 
     def use(self, used: Leg | Shard) -> None:
         """A leg runs, or a parameter is read outside any graph."""
@@ -132,14 +133,21 @@ class Route:
             self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", taken)
         return None if self._answers[place, own] else leg
 
-    def check_first(self, what: str, number: int, binding: Binding) -> None:
-        """Compares what a leg of the first call of its kind uses, before anything is sent for it.
+    def check_first(self, what: str, number: int, binding: Binding, runs: bool) -> None:
+        """Compares what a leg of the first call of its kind uses, before anything is decided or sent for it.
+
+        Args:
+            what: the call is, in words.
+            number: of the call, the same on every rank.
+            binding: its shards.
+            runs: whether it is about to run; else it is compiled, and runs then.
 
         Raises:
             RanksDiffer: another rank uses other parameters there, or does not come until the deadline.
         """
         names = [shard.fqn for shard in binding.shards if not shard.unit.reduce_unused]
-        if what in self._latest or not names:
+        compiled, self._compiled = self._compiled, None if runs else binding
+        if what in self._latest or not names or (compiled is not None and compiled.shard_set == binding.shard_set):
             return
         self._checked += 1
         where = f"call {number}, leg {self._checked} of {what}"

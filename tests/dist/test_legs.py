@@ -14,6 +14,7 @@ from test_contract import Blocks, break_in, equal, features, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.errors import RanksDiffer
 from graphshard.testing import WorkerPool
 
 # Ranks wait for others to break likewise for a quarter of it.
@@ -42,6 +43,17 @@ def test_graph_breaks_on_one_rank_beside_those_of_all(
     two_ranks: WorkerPool, who: int, options: dict[str, Any]
 ) -> None:
     two_ranks.run(broken_beside_others, who, options)
+
+
+def broken_otherwise_at_once(who: int) -> None:
+    rank = dist.get_rank()
+    with pytest.raises(RanksDiffer, match=r"leg 2 of the forward of 'root': ranks differ in the units .* graph breaks"):
+        trained(Blocks, lambda step: features(step, 4), lambda model, _: break_in(model, (0, 1) if rank == who else (1,)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_other_breaks_in_the_first_call_are_told_before_parts_are_compiled(two_ranks: WorkerPool, who: int) -> None:
+    two_ranks.run(broken_otherwise_at_once, who)
 
 
 def broken_alike_later() -> None:

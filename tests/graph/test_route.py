@@ -132,9 +132,10 @@ def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
     second = iter(["b1 b2", "b1"])
 
     def call(route: Route) -> str:
-        route.check_first(CALL, 1, binding("a1"))
+        route.check_first(CALL, 1, binding("a1"), runs=False)
+        route.check_first(CALL, 1, binding("a1"), runs=True)
         with pytest.raises(RanksDiffer) as caught:
-            route.check_first(CALL, 1, binding(next(second)))
+            route.check_first(CALL, 1, binding(next(second)), runs=False)
         return str(caught.value)
 
     for text in together(found, call):
@@ -142,7 +143,7 @@ def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
         assert "'b: b1, b2'" in text and "'b: b1'" in text
     known = routes(contracts(), "a1")[0]
     known._contracts._store = None
-    known.check_first(CALL, 2, binding("b1"))  # no first call
+    known.check_first(CALL, 2, binding("b1"), runs=True)  # no first call
 
 
 def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None:
