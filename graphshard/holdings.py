@@ -231,8 +231,8 @@ class Holdings:
         if broken or self.nested or self.regions_run:
             for unit in self.in_order(parts - self.split):
                 self._report.note_once(
-                    f"unit '{unit.name or 'root'}' is used in parts, because of a graph break: it is gathered and "
-                    "reduced as a whole, outside the graphs"
+                    f"unit '{unit.name or 'root'}' is used in parts by several regions, as behind a graph break "
+                    "or with regions='unit': it is gathered and reduced as a whole, outside the graphs"
                 )
             self.split |= parts
             return parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from torch import nn
 
@@ -103,8 +103,8 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
     """
     if units is None:
         return find_units(model)
-    if isinstance(units, (str, type, nn.Module)):
-        raise TypeError(f"compile: units: got {units!r}, want a list, such as [{units!r}]")
+    if isinstance(units, (str, type, nn.Module)) or not isinstance(units, Iterable):
+        raise TypeError(f"compile: units: got {units!r}, want a list, such as ['layers.0'] or [Block]")
     modules = dict(model.named_modules())
     chosen: dict[int, nn.Module] = {}
     for unit in units:

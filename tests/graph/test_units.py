@@ -239,3 +239,9 @@ def test_resolve_refuses_what_the_model_does_not_have(unit: object, model: Model
 def test_resolve_refuses_other_types(unit: object, model: Model) -> None:
     with pytest.raises(TypeError, match=r"^compile: units: got .*, want FQNs, module classes or modules"):
         resolve_units(model, [unit])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("units", [5, "blocks.0", Block, nn.Linear(1, 1)], ids=str)
+def test_resolve_refuses_what_is_no_list(units: object, model: Model) -> None:
+    with pytest.raises(TypeError, match=r"^compile: units: got .*, want a list"):
+        resolve_units(model, units)  # type: ignore[arg-type]
