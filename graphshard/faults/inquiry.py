@@ -107,6 +107,17 @@ def answers(store: Store, question: Question, ranks: Sequence[int], deadline_s: 
     return found
 
 
+def say_raised(store: Store, rank: int, text: str) -> None:
+    """Leaves what an error of this rank said, for those that ask when it has ended."""
+    store.set(f"{_PREFIX}/raised/{rank}", text)
+
+
+def read_raised(store: Store, ranks: Sequence[int]) -> dict[int, str]:
+    """What errors of `ranks` said, of those that had one."""
+    keys = {rank: f"{_PREFIX}/raised/{rank}" for rank in ranks}
+    return {rank: store.multi_get([key])[0].decode() for rank, key in keys.items() if store.check([key])}
+
+
 def close(store: Store, question: Question) -> None:
     """Lets those that answered a final question end: one of them may be the store's process."""
     store.set(f"{_PREFIX}/{question.number}/closed", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from graphshard.faults.status import Status
 
@@ -10,12 +11,15 @@ _SHOWN_FQNS = 2
 _SHOWN_RANKS = 4
 
 
-def sentence(first: Status, others: Mapping[int, Status | None] | None) -> str:
+def sentence(
+    first: Status, others: Mapping[int, Status | None] | None, raised: Mapping[int, str] = MappingProxyType({})
+) -> str:
     """What happened, in one sentence.
 
     Args:
         first: the rank that waited too long, or whose collective failed.
         others: what the other ranks answered; None for one that did not. None: the store did not answer.
+        raised: what an error of a rank that did not answer had said.
     """
     if first.doing == "failed" and not first.program:
         head = first.text
@@ -31,10 +35,13 @@ def sentence(first: Status, others: Mapping[int, Status | None] | None) -> str:
     missing = [rank for rank in first.ranks if rank != first.rank and not _with(first, others.get(rank))]
     if not missing:
         return f"{head}; all ranks of its group are in it: look for the network, or an earlier difference between ranks"
-    phrases: dict[str, list[int]] = {}
+    phrases: dict[tuple[str, str], list[int]] = {}
     for rank in missing:
-        phrases.setdefault(_phrase(first, others.get(rank)), []).append(rank)
-    said = [f"{_named(ranks)} {_phrase(first, others.get(ranks[0]), len(ranks) > 1)}" for ranks in phrases.values()]
+        phrases.setdefault((_phrase(first, others.get(rank)), raised.get(rank, "")), []).append(rank)
+    said = [
+        f"{_named(ranks)} {_phrase(first, others.get(ranks[0]), len(ranks) > 1)}" + (error and f", after: {error}")
+        for (_, error), ranks in phrases.items()
+    ]
     difference = next(filter(None, (_difference(first, others.get(rank)) for rank in missing)), "")
     return "; ".join([head, *said, *([difference] if difference else [])])
 

@@ -39,6 +39,8 @@ EXIT_STATUS = 70
 _SAMPLE_S = 0.5
 _SAMPLES_PER_DEADLINE = 8
 _FLUSH_S = 1.0
+# Of what an error of another rank said.
+_MAX_SAID = 600
 # A rank that compiles says so at each poll.
 _SILENCE_S = POLL_S + 1.0
 _DYNAMO = os.path.join("torch", "_dynamo", "convert_frame.py")  # noqa: PTH118 the end of a file's name
@@ -172,13 +174,19 @@ class Watchdog:
     def asked(self, status: Status, store: Store | None, final: bool) -> tuple[str, Question | None, str]:
         """Asks the other ranks and writes the dump of this one: the sentence, the question, and where the dump is."""
         fault, question, others = fault_name(self._rank), None, None
+        raised: dict[int, str] = {}
         if store is not None:
             question = within(STORE_S, lambda: inquiry.ask(store, self._rank, fault, final))
         if store is not None and (asked := question) is not None:
             peers = [rank for rank in self._ranks if rank != self._rank]
             others = within(ANSWER_S + STORE_S, lambda: inquiry.answers(store, asked, peers, ANSWER_S))
+            silent = [rank for rank, answer in (others or {}).items() if answer is None]
+            raised = within(STORE_S, lambda: inquiry.read_raised(store, silent)) or {}
         dumped = write_dump(env.fault_dir(), Dump(fault, time.time(), status, others, asked=True))
-        return sentence(status, others), question, dumped
+        said = sentence(status, others, raised)
+        if store is not None and not final:  # an error, of which this process may end
+            within(STORE_S, lambda: inquiry.say_raised(store, self._rank, said[:_MAX_SAID]))
+        return said, question, dumped
 
     def failed(self, place: Place) -> str:
         """The sentence of a collective that failed on this rank; the others are asked."""

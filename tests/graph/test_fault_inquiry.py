@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -111,3 +112,15 @@ def test_bad_deadlines_are_refused() -> None:
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"compile: deadline_s: got .*, want more than 0 seconds"):
             check_deadline(wrong)
+
+
+def test_what_an_error_said_is_there_for_those_that_ask_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHSHARD_FAULTS", str(tmp_path))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("graphshard.faults.watchdog.weakref.ref", lambda group: None)
+    store, told = HashStore(), ""
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        told = Watchdog(store, {}).waited(f"rank {rank} waited in vain", [1 - rank])
+    assert told.startswith("rank 0 waited in vain; rank 1 does not answer: it is dead or stopped, after: rank 1 waited")
+    assert told.startswith(inquiry.read_raised(store, [0, 1, 2])[0])

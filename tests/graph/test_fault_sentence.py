@@ -198,3 +198,12 @@ def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert "Not a directory" in check_folder(file / "below")
     assert check_folder(tmp_path / "new" / "deep") == ""
     assert write_dump(file / "below", Dump("new", 91.0, WAITING)).startswith("no dump: ")
+
+
+def test_sentence_has_what_an_error_of_a_silent_rank_had_said() -> None:
+    first = replace(WAITING, ranks=(0, 1, 2))
+    said = sentence(first, {1: None, 2: None}, {1: "contract: rank 1 waited 20 s for rank 0"})
+    assert said.endswith(
+        "; rank 1 does not answer: it is dead or stopped, after: contract: rank 1 waited 20 s for rank 0; "
+        "rank 2 does not answer: it is dead or stopped"
+    )
