@@ -254,7 +254,7 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
     arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
-    modules = [*resolve_units(model, sharding["units"]), model]
+    modules = [*resolve_units(model, sharding["units"], sharding["ignored_params"] or set()), model]
     if strategy == "replicate":
         for name in ("reshard_after_forward", "shard_placement_fn"):
             if name in arguments:

@@ -51,19 +51,25 @@ def _kind(module: nn.Module) -> object:
     return (type(module), shapes) if shapes else None
 
 
-def _owner_counts(module: nn.Module, apart: Set[nn.Module] = frozenset()) -> dict[int, int]:
-    """How many (module, name) places hold each parameter, and each child that has some; `apart`: left out."""
+def _owner_counts(module: nn.Module, apart: Set[object] = frozenset()) -> dict[int, int]:
+    """How many (module, name) places hold each parameter, and each child that has some.
+
+    Args:
+        module: to look at, with all that is in it.
+        apart: modules and parameters that do not count.
+    """
     counts: dict[int, int] = defaultdict(int)
     for submodule in _walk(module, apart):
         for _, param in submodule.named_parameters(recurse=False, remove_duplicate=False):
-            counts[id(param)] += 1
+            if param not in apart:
+                counts[id(param)] += 1
         for child in submodule.children():
-            if child not in apart and next(child.parameters(), None) is not None:
+            if child not in apart and any(param not in apart for param in child.parameters()):
                 counts[id(child)] += 1
     return counts
 
 
-def _walk(module: nn.Module, apart: Set[nn.Module]) -> Iterator[nn.Module]:
+def _walk(module: nn.Module, apart: Set[object]) -> Iterator[nn.Module]:
     seen, left = {module}, [module]
     while left:
         yield (found := left.pop())
@@ -72,16 +78,16 @@ def _walk(module: nn.Module, apart: Set[nn.Module]) -> Iterator[nn.Module]:
         left += inner
 
 
-def _shared(module: nn.Module, owners: dict[int, int], apart: Set[nn.Module] = frozenset()) -> set[int]:
+def _shared(module: nn.Module, owners: dict[int, int], apart: Set[object] = frozenset()) -> set[int]:
     """Ids of what `module` holds and something outside of it, too."""
     return {key for key, count in _owner_counts(module, apart).items() if count != owners[key]}
 
 
-def _check_closed(model: nn.Module, units: Sequence[nn.Module]) -> None:
+def _check_closed(model: nn.Module, units: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> None:
     """Refuses a unit that shares a parameter; a unit inside it that does not has its own."""
-    owners = _owner_counts(model)
+    owners = _owner_counts(model, ignored)
     for unit in units:
-        if shared := _shared(unit, owners, set(units) - {unit}):
+        if shared := _shared(unit, owners, {*units, *ignored} - {unit}):
             own = [param for param in unit.parameters() if id(param) in shared]
             param = (own or [next(child.parameters()) for child in unit.modules() if id(child) in shared])[0]
             names = [name for name, found in model.named_parameters(remove_duplicate=False) if found is param]
@@ -93,8 +99,17 @@ def _check_closed(model: nn.Module, units: Sequence[nn.Module]) -> None:
             )
 
 
-def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
+def resolve_units(
+    model: nn.Module,
+    units: Sequence[str | type[nn.Module] | nn.Module] | None,
+    ignored: Set[nn.Parameter] = frozenset(),
+) -> list[nn.Module]:
     """Modules for the `units` argument of `compile`: None finds them; else FQNs, classes or the modules themselves.
+
+    Args:
+        model: to look in.
+        units: as of `compile`.
+        ignored: parameters that no unit owns.
 
     Raises:
         ValueError: for an FQN or a module that the model does not have, or a class that it has no module of, or for
@@ -128,7 +143,7 @@ def resolve_units(model: nn.Module, units: Sequence[str | type[nn.Module] | nn.M
         chosen.update((id(module), module) for module in found if module is not model)
     # Inner units first: fully_shard takes what no earlier call has taken.
     inner_first = [module for module in _inner_first(model, set()) if id(module) in chosen]
-    _check_closed(model, inner_first)
+    _check_closed(model, inner_first, ignored)
     return inner_first
 
 

@@ -180,6 +180,7 @@ def test_resolve_refuses_units_that_share_a_parameter() -> None:
     model.head.weight = model.embedding.weight
     with pytest.raises(ValueError, match=r"'embedding' shares .* 'embedding.weight', 'head.weight';"):
         resolve_units(model, ["embedding"])
+    assert resolve_units(model, ["embedding"], {model.head.weight}) == [model.embedding]
 
 
 def test_units_take_a_block_registered_twice_once() -> None:
