@@ -223,14 +223,18 @@ class Posted:
         if self.rank != self.lead and self.store.has(self._at(f"text/{self.rank}")):
             rank = self.lead
         ours, theirs = self.lines, self.store.get(self._at(f"text/{rank}")).split("\n")
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-        if place is None:
-            place = min(len(ours), len(theirs))
+        place = first_difference(ours, theirs)
         mine, other = (lines[place] if place < len(lines) else "the end" for lines in (ours, theirs))
         return (
             f"agreement: {self.what}: ranks differ in {self.subject}, first in place {place}: "
             f"got {mine!r} on rank {self.rank} and {other!r} on rank {rank}; {self.advice}"
         )
+
+
+def first_difference(lines: Sequence[str], others: Sequence[str]) -> int:
+    """The first place in which lines differ; the end of the shorter ones where they go on alike."""
+    differ = (i for i, (one, other) in enumerate(zip(lines, others, strict=False)) if one != other)
+    return next(differ, min(len(lines), len(others)))
 
 
 def post(

@@ -160,10 +160,10 @@ class Follower:
     @property
     def _what(self) -> str:
         """What the running call is, in words."""
-        return f"the {self._mode} of '{self._engine.holdings.entry.name}'"
+        return f"the {self.mode} of '{self._engine.holdings.entry.name}'"
 
     @property
-    def _mode(self) -> Direction:
+    def mode(self) -> Direction:
         """What the running call is on all ranks, whatever needs a gradient in a part of it."""
         return "inference" if self._engine.holdings.is_inference else "forward"
 
@@ -200,7 +200,7 @@ class Follower:
             assert module is not None
             inside = {id(inner) for inner in module.modules()}
             shards = (shard for shard in self._engine.shards if any(id(own) in inside for own, _ in shard.param.owners))
-            return WholeCall(f"all parameters of {what}", _ordered(shards), leader, self._mode)
+            return WholeCall(f"all parameters of {what}", _ordered(shards), leader, self.mode)
 
         if not election.alike:  # a part of the model that some ranks do not use: they gather it all the same
             found = Variants(contracts, what, everything(), everything, report.note_once)

@@ -10,7 +10,6 @@ from graphshard import region
 from graphshard.compat import boxed_graph
 from graphshard.dispatch import Binding
 from graphshard.followed import Followed
-from graphshard.ir import Direction
 from graphshard.shards import Shard
 
 
@@ -34,8 +33,8 @@ class Rest:
     @torch.no_grad()
     def bring(self, shard: Shard) -> bool:
         """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
-        direction: Direction = "inference" if self._engine.holdings.is_inference else "forward"
-        following = self._engine.follower.of_forward(direction, Binding((shard,)), "", broken=True)
+        follower = self._engine.follower
+        following = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
         if following is not None:
             self._followed.bring(following, shard)
         return following is not None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from graphshard.agreement import first_difference
 from graphshard.calls import Backward
 from graphshard.contracts import Contracts
 from graphshard.dispatch import Binding
@@ -209,9 +210,7 @@ def _shards(route: Iterable[Leg | Shard]) -> Iterator[Shard]:
 
 def _change(before: list[str], lines: list[str]) -> str:
     """The first difference between two calls, in words."""
-    place = next((i for i, (old, new) in enumerate(zip(before, lines, strict=False)) if old != new), None)
-    if place is None:
-        place = min(len(before), len(lines))
+    place = first_difference(before, lines)
     old, new = (repr(found[place]) if place < len(found) else "nothing more" for found in (before, lines))
     return f"{new} in place {place}, where the call before used {old}"
 

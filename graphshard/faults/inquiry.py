@@ -108,14 +108,15 @@ def answers(store: Store, question: Question, ranks: Sequence[int], deadline_s: 
 
 
 def say_raised(store: Store, rank: int, text: str) -> None:
-    """Leaves what an error of this rank said, for those that ask when it has ended."""
+    """Leaves what the last error of this rank said, for those that ask when it has ended. Empty: there was none."""
     store.set(f"{_PREFIX}/raised/{rank}", text)
 
 
 def read_raised(store: Store, ranks: Sequence[int]) -> dict[int, str]:
-    """What errors of `ranks` said, of those that had one."""
+    """What the last errors of `ranks` said, of those that had one."""
     keys = {rank: f"{_PREFIX}/raised/{rank}" for rank in ranks}
-    return {rank: store.multi_get([key])[0].decode() for rank, key in keys.items() if store.check([key])}
+    said = {rank: store.multi_get([key])[0].decode() for rank, key in keys.items() if store.check([key])}
+    return {rank: text for rank, text in said.items() if text}
 
 
 def close(store: Store, question: Question) -> None:

@@ -19,7 +19,7 @@ def sentence(
     Args:
         first: the rank that waited too long, or whose collective failed.
         others: what the other ranks answered; None for one that did not. None: the store did not answer.
-        raised: what an error of a rank that did not answer had said.
+        raised: what the last error of a rank that did not answer had said.
     """
     if first.doing == "failed" and not first.program:
         head = first.text
@@ -38,10 +38,10 @@ def sentence(
     phrases: dict[tuple[str, str], list[int]] = {}
     for rank in missing:
         phrases.setdefault((_phrase(first, others.get(rank)), raised.get(rank, "")), []).append(rank)
-    said = [
-        f"{_named(ranks)} {_phrase(first, others.get(ranks[0]), len(ranks) > 1)}" + (error and f", after: {error}")
-        for (_, error), ranks in phrases.items()
-    ]
+    said = []
+    for (_, error), ranks in phrases.items():
+        phrase = f"{_named(ranks)} {_phrase(first, others.get(ranks[0]), len(ranks) > 1)}"
+        said.append(phrase + (f", its last error: {error}" if error else ""))
     difference = next(filter(None, (_difference(first, others.get(rank)) for rank in missing)), "")
     return "; ".join([head, *said, *([difference] if difference else [])])
 

@@ -216,6 +216,7 @@ class Watchdog:
         try:
             seen, beats = inquiry.latest_question(store), 0
             inquiry.say_alive(store, self._rank, "")
+            inquiry.say_raised(store, self._rank, "")  # else a run before this one may have
             while not self._ended.wait(POLL_S) and self.serves:
                 if self._traces or activity.compiling is not None:
                     beats += 1

@@ -39,7 +39,7 @@ def shard_eager(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], 
         annotate(model, mesh)
         return
     kwargs = {name: options[name] for name in _FULLY_SHARD if options.get(name) is not None}
-    for unit in [*resolve_units(model, options.get("units")), model]:
+    for unit in [*resolve_units(model, options.get("units"), options.get("ignored_params") or set()), model]:
         if options.get("strategy") == "replicate":
             fsdp2.replicate(unit, mesh, kwargs)
         else:

@@ -95,12 +95,7 @@ def torn(who: int) -> None:
         for block in model[1:]:
             block.tears = dist.get_rank() == who and step >= 1
 
-    got, want, report = trained(
-        called_again,
-        lambda step: features(step, 4),
-        prepare,
-        deadline_s=DEADLINE_S,
-    )
+    got, want, report = trained(called_again, lambda step: features(step, 4), prepare, deadline_s=DEADLINE_S)
     equal(got, want)
     assert any("graph breaks leave parts" in note for note in report.notes) == (dist.get_rank() == who)
 

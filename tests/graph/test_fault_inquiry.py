@@ -122,5 +122,8 @@ def test_what_an_error_said_is_there_for_those_that_ask_later(tmp_path: Path, mo
     for rank in (1, 0):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         told = Watchdog(store, {}).waited(f"rank {rank} waited in vain", [1 - rank])
-    assert told.startswith("rank 0 waited in vain; rank 1 does not answer: it is dead or stopped, after: rank 1 waited")
+    silent = "rank 1 does not answer: it is dead or stopped, its last error: rank 1 waited in vain"
+    assert told.startswith(f"rank 0 waited in vain; {silent}")
     assert told.startswith(inquiry.read_raised(store, [0, 1, 2])[0])
+    inquiry.say_raised(store, 1, "")  # it is started again
+    assert list(inquiry.read_raised(store, [0, 1, 2])) == [0]

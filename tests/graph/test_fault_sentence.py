@@ -204,6 +204,6 @@ def test_sentence_has_what_an_error_of_a_silent_rank_had_said() -> None:
     first = replace(WAITING, ranks=(0, 1, 2))
     said = sentence(first, {1: None, 2: None}, {1: "contract: rank 1 waited 20 s for rank 0"})
     assert said.endswith(
-        "; rank 1 does not answer: it is dead or stopped, after: contract: rank 1 waited 20 s for rank 0; "
+        "; rank 1 does not answer: it is dead or stopped, its last error: contract: rank 1 waited 20 s for rank 0; "
         "rank 2 does not answer: it is dead or stopped"
     )
