@@ -23,7 +23,7 @@ help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
 	@echo 'make test    run the tests'
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
-	@echo 'make lint    ruff: rules and format'
+	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
 	@echo 'make bench-gpu  copies and overlap on one CUDA GPU, with $(PYTHON), too: every claim in one table, nine minutes'
@@ -42,6 +42,7 @@ gpu-test:
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -15,11 +15,11 @@ from bench.models import decoder
 from bench.processes import Ranks
 from bench.samples import STEADY_STEPS, AgreementTime
 from bench.variants import prepare
-from graphshard.compat_store import default_store
-from graphshard.contract import Contract
-from graphshard.contracts import posted_contracts
-from graphshard.plan import PlannedBucket, PlannedStep
-from graphshard.rank_store import RankStore
+from graphshard.agree.consensus import posted_contracts
+from graphshard.agree.contract import Contract
+from graphshard.agree.rank_store import RankStore
+from graphshard.compat.store import default_store
+from graphshard.graph.plan import PlannedBucket, PlannedStep
 
 TIMEOUT_S = 600.0
 REPEATS = 30

@@ -14,8 +14,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from graphshard.compat import copy_graph
-from graphshard.ir import ParamRef, output_node, reductions, shard_placeholder, unshards
+from graphshard.compat.inductor import copy_graph
+from graphshard.graph.ir import ParamRef, output_node, reductions, shard_placeholder, unshards
 from graphshard.scale.repeat import TRACED_BLOCKS, NotRepeated
 from graphshard.scale.trace import TracedProgram
 

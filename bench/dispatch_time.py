@@ -25,7 +25,7 @@ from bench.models import PARAMS_PER_BLOCK, many_parameters
 from bench.samples import DispatchTime, FirstFlip
 from bench.step_time import DEPTH_STRIDE, STACK_DEPTHS
 from bench.variants import check_compiled
-from graphshard import region
+from graphshard.runtime import region
 
 COMPILING_STEPS = 3
 SETTLING_STEPS = 3

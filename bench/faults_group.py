@@ -14,7 +14,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from bench.python_group import PythonGroup
-from graphshard.compat import register_work, resolve_process_group
+from graphshard.compat.groups import register_work, resolve_process_group
 
 BACKEND = "faulty"
 KINDS = ("dropped", "delayed", "duplicated", "reordered")

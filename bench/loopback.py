@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.loopback_works import TIMEOUT_S, StreamWork, ThreadWork
 from bench.python_group import PythonGroup
-from graphshard.compat import register_work, resolve_process_group
+from graphshard.compat.groups import register_work, resolve_process_group
 
 BACKEND = "loopback"
 MAX_US = 2e6  # of a latency

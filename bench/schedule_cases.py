@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from bench.deep_graph import deepened
 from bench.known_costs import KnownCosts
 from graphshard.cost import Hardware
-from graphshard.extraction import Scene, extract_problem
 from graphshard.planner import Problem, fsdp2_schedule, simulate
+from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale.checkpointing import block_runner
 from graphshard.scale.decoder import DecoderSize
 from graphshard.scale.model_size import Repetition, shard_sizes

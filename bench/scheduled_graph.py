@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from bench.deep_graph import settle_markers
 from graphshard.cost import CostModel
-from graphshard.ir import PassContext, is_marker, member_names, reductions, shard_placeholder, unshards
+from graphshard.graph.ir import PassContext, is_marker, member_names, reductions, shard_placeholder, unshards
 from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule
 from graphshard.planner.baselines import in_launch_order
 from graphshard.planner.schedule import Step

@@ -30,14 +30,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from bench.deep_graph import settle_markers
 from bench.scheduled_graph import kind_of, read_schedule, reorder
-from graphshard.compat import copy_graph
-from graphshard.compat_fake import fake_process_group
+from graphshard.compat.fake import fake_process_group
+from graphshard.compat.inductor import copy_graph
 from graphshard.cost import CostModel, GroupShape, Hardware
-from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import PassContext, is_call, is_marker, spec_of, val
-from graphshard.liveness import allocations_of, bytes_of
+from graphshard.graph.ir import PassContext, is_call, is_marker, spec_of, val
+from graphshard.graph.liveness import allocations_of, bytes_of
 from graphshard.passes import insert_collectives
 from graphshard.planner import Problem, Schedule
+from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale.repeat import coarsened
 
 aten = torch.ops.aten

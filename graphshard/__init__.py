@@ -1,11 +1,11 @@
 """graphshard: `torch.compile` and FSDP2 in one: the collectives are nodes of the compiled graph."""
 
 from graphshard.api import compile, eager, report, save_plan, weight_backward
+from graphshard.capture.units import find_units
 from graphshard.errors import CommunicationFailed, RanksDiffer, UnsupportedModel, VerifyError
 from graphshard.explaining import explain, measure
 from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.planner import BudgetTooSmall
-from graphshard.units import find_units
 from graphshard.version import __version__ as __version__
 
 __all__ = [

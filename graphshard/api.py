@@ -13,20 +13,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from graphshard import capture, fsdp2
-from graphshard.backend import BACKENDS
-from graphshard.compat import check_torch_version
-from graphshard.driver import check_environment
-from graphshard.engine import Engine, Options
-from graphshard.executed import check_compare_every
+from graphshard import fsdp2
+from graphshard.agree.executed import check_compare_every
+from graphshard.agree.ranks_alike import post_settings
+from graphshard.capture import marked_classes
+from graphshard.capture.units import resolve_units
+from graphshard.compat.versions import check_torch_version
 from graphshard.faults import check_deadline, watch
+from graphshard.fsdp2.sharding_arguments import check_parameters, check_placements, check_reshard
+from graphshard.lowering.driver import check_environment
 from graphshard.plan_file import Plan, write_plan
-from graphshard.planned_programs import planned_so_far
-from graphshard.planning_options import PLANS, make_planning
-from graphshard.ranks_alike import post_settings
-from graphshard.report import Report
-from graphshard.sharding_arguments import check_parameters, check_placements, check_reshard
-from graphshard.units import resolve_units
+from graphshard.planning.options import PLANS, make_planning
+from graphshard.planning.planned_programs import planned_so_far
+from graphshard.reporting.report import Report
+from graphshard.runtime.backend import BACKENDS
+from graphshard.runtime.engine import Engine, Options
 
 REGIONS = ("model", "unit")
 STRATEGIES = ("fully_shard", "replicate")
@@ -161,7 +162,7 @@ def compile(
     planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
     if not annotated and mesh is not None:
         _annotate(model, strategy, mesh, sharding)
-    engine = model.__dict__[capture.ENGINE] = Engine(model, options, planning)
+    engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *compares, *planning.settings)
     planning.posts = post_settings(engine.name, engine.units, settings)
@@ -269,7 +270,7 @@ def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that `compile` gave to `model` or to a module inside it, or None."""
     for module in model.modules():
-        engine = module.__dict__.get(capture.ENGINE)
+        engine = module.__dict__.get(marked_classes.ENGINE)
         if isinstance(engine, Engine):
             return engine
     return None

@@ -23,9 +23,9 @@ from typing import cast
 from graphshard.cost import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_fields
 from graphshard.faults import diagnose
-from graphshard.plan import END
+from graphshard.graph.plan import END
 from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
-from graphshard.table_text import write_table
+from graphshard.reporting.table_text import write_table
 
 # Plans a model by its arguments.
 _SCALE = "graphshard.scale.command"

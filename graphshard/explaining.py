@@ -9,8 +9,8 @@ from torch import nn
 
 from graphshard.api import need_engine
 from graphshard.explain import Explanation, PlannedProgram
-from graphshard.measuring import measured_programs
-from graphshard.report import ProgramRecord
+from graphshard.reporting.measuring import measured_programs
+from graphshard.reporting.report import ProgramRecord
 
 
 def explain(model: nn.Module) -> Explanation:

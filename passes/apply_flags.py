@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir import (
+from graphshard.graph.ir import (
     PARTIAL,
     Builder,
     PassContext,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.compat_results import keep_strides
-from graphshard.emit_reduction import rows_of
-from graphshard.ir import (
+from graphshard.compat.results import keep_strides
+from graphshard.graph.emit_reduction import rows_of
+from graphshard.graph.ir import (
     Builder,
     PassContext,
     add_placeholder,
@@ -36,7 +36,7 @@ from graphshard.ir import (
     unshards,
     val,
 )
-from graphshard.markers import UNSHARD, padded_shape
+from graphshard.graph.markers import UNSHARD, padded_shape
 
 RESIDENT, REJOINED, RANK = "resident_", "post_", "rank_in_"
 _KEPT = "kept"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.ir import PassContext, bucket_key, member_names, reductions, shard_placeholder, unshards
-from graphshard.plan import PlannedStep, ProgramPlan
+from graphshard.graph.ir import PassContext, bucket_key, member_names, reductions, shard_placeholder, unshards
+from graphshard.graph.plan import PlannedStep, ProgramPlan
 
 
 @dataclass(frozen=True)

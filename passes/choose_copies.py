@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.ir import PassContext, member_names, reductions, unshards
+from graphshard.graph.ir import PassContext, member_names, reductions, unshards
 
 
 @dataclass(frozen=True)

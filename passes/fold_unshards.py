@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.ir import Builder, PassContext, aten, is_call, reductions, unshards
-from graphshard.markers import REDUCE_GRAD
+from graphshard.graph.ir import Builder, PassContext, aten, is_call, reductions, unshards
+from graphshard.graph.markers import REDUCE_GRAD
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.emit_gather import emit_gather
-from graphshard.emit_reduction import emit_reduction
-from graphshard.ir import PARTIAL, Builder, PassContext, is_call, replace, shard_placeholder
-from graphshard.markers import REDUCE_GRAD, UNSHARD
-from graphshard.settings import UnitSettings
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.emit_gather import emit_gather
+from graphshard.graph.emit_reduction import emit_reduction
+from graphshard.graph.ir import PARTIAL, Builder, PassContext, is_call, replace, shard_placeholder
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
-from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import Collective, PassContext, collective, launches, output_node, waits_of
+from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
+from graphshard.graph.ir import Collective, PassContext, collective, launches, output_node, waits_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.compat import sets_grad_mode
-from graphshard.ir import PassContext, is_call
-from graphshard.markers import UNSHARD
+from graphshard.compat.dynamo import sets_grad_mode
+from graphshard.graph.ir import PassContext, is_call
+from graphshard.graph.markers import UNSHARD
 
 
 @dataclass(frozen=True)

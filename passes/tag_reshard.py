@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.compat import tag_reshard, tag_saved
-from graphshard.ir import PassContext, is_tangent, may_view, unshards
+from graphshard.compat.partitioner import tag_reshard, tag_saved
+from graphshard.graph.ir import PassContext, is_tangent, may_view, unshards
 
 _DONE = "reshard_tagged"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphshard.compat import size_hint
+from graphshard.compat.tensors import size_hint
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-from graphshard.report import NamedShard, ProgramRecord
+from graphshard.reporting.report import NamedShard, ProgramRecord
 
 # As many program runs as a rank remembers: where ranks ran different programs, the first of them is among these.
 REMEMBERED = 16

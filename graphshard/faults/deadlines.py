@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 from graphshard import env
-from graphshard.agreement import WITHOUT_PEERS
-from graphshard.compat import resolve_process_group
-from graphshard.compat_groups import timeout_s
-from graphshard.compat_store import default_store, own_connection
-from graphshard.contracts import Contracts
+from graphshard.agree.agreement import WITHOUT_PEERS
+from graphshard.agree.consensus import Contracts
+from graphshard.agree.rank_store import Store
+from graphshard.compat.groups import resolve_process_group, timeout_s
+from graphshard.compat.store import default_store, own_connection
 from graphshard.faults.dumps import check_folder
 from graphshard.faults.inquiry import WAITS, read_compiling
 from graphshard.faults.running import waiting
 from graphshard.faults.watchdog import Watched, waited, watch_model
 from graphshard.fsdp2 import Unit
-from graphshard.rank_store import Store
-from graphshard.report import Report
+from graphshard.reporting.report import Report
 
 # The process group's own time-out comes this many seconds later, or this share of itself.
 _MARGIN_S = 30.0

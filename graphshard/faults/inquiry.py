@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from graphshard.agree.rank_store import Store
 from graphshard.faults.status import Status, from_json, to_json
-from graphshard.rank_store import Store
 
 POLL_S = 2.0
 # A live rank answers within one poll.

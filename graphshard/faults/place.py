@@ -15,8 +15,8 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from graphshard.ir import LAUNCHES, WAIT
-from graphshard.report import NamedShard, ProgramRecord
+from graphshard.graph.ir import LAUNCHES, WAIT
+from graphshard.reporting.report import NamedShard, ProgramRecord
 
 _LAUNCHES = {target.overloadpacket.__name__ for target in LAUNCHES}
 _WAIT = WAIT.overloadpacket.__name__

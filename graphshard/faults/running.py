@@ -11,15 +11,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphshard.compat_store import default_store
+from graphshard.compat.store import default_store
 from graphshard.errors import CommunicationFailed
 from graphshard.faults.activity import ENTRIES, activity
 from graphshard.faults.inquiry import WAITS, say_compiling
 from graphshard.faults.place import frames_of_error, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.watchdog import is_watched, own_status, running
-from graphshard.measuring import timed
-from graphshard.report import NamedShard, ProgramRecord
+from graphshard.reporting.measuring import timed
+from graphshard.reporting.report import NamedShard, ProgramRecord
 
 log = logging.getLogger("graphshard")
 

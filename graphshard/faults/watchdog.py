@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from graphshard import env
-from graphshard.compat import resolve_process_group
+from graphshard.agree.rank_store import Store
+from graphshard.compat.groups import resolve_process_group
 from graphshard.faults import inquiry
 from graphshard.faults.activity import ENTRIES, Run, activity
 from graphshard.faults.dumps import Dump, fault_name, write_dump
@@ -30,7 +31,6 @@ from graphshard.faults.inquiry import ANSWER_S, POLL_S, STORE_S, Question, withi
 from graphshard.faults.place import Place, frames_of, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.status import Status, main_frame, status_of, user_line
-from graphshard.rank_store import Store
 
 log = logging.getLogger("graphshard")
 

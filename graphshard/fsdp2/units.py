@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from graphshard.fsdp2.params import ShardedParam
-from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 
 _OPERATORS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 

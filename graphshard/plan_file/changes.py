@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 
-from graphshard.plan import END, PlannedBucket
+from graphshard.graph.plan import END, PlannedBucket
 from graphshard.plan_file.contents import Plan, StoredProgram, StoredStep
 from graphshard.plan_file.outline import MemberOutline, OpOutline, Outline, OwnOutline
 

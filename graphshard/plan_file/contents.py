@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from graphshard.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan, Step
+from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan, Step
 from graphshard.plan_file.outline import Outline, outline_hash
 from graphshard.planner import Action, Bucket, Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphshard.plan import Decision
+from graphshard.graph.plan import Decision
 from graphshard.plan_file.changes import listed, outline_changes
 from graphshard.plan_file.contents import Plan, StoredProgram
 from graphshard.plan_file.outline import Outline, outline_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from graphshard.plan import END
+from graphshard.graph.plan import END
 from graphshard.plan_file.contents import FORMAT, VERSION, Plan, StoredProgram
 from graphshard.plan_file.outline import Outline, outline_hash, problem_of
 from graphshard.planner import check_schedule

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Graph, Node
 
 from graphshard.cost.traffic import is_free
-from graphshard.ir import ParamRef, is_marker, shard_placeholder, unshards
+from graphshard.graph.ir import ParamRef, is_marker, shard_placeholder, unshards
 
 
 class NotRepeated(ValueError):

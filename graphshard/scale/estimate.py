@@ -24,7 +24,6 @@ import torch
 
 from graphshard.cost import CostModel, Hardware
 from graphshard.cost.topology import group_shape
-from graphshard.extraction import Scene, extract_problem
 from graphshard.planner import (
     BudgetTooSmall,
     Choice,
@@ -37,6 +36,7 @@ from graphshard.planner import (
     lower_bound_us,
     simulate,
 )
+from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale.blocks import check_blocks
 from graphshard.scale.model_size import Repetition, forward_flops, shard_sizes
 from graphshard.scale.repeat import coarsened, repeated

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphshard.cost import node_flops
-from graphshard.ir import ParamRef
+from graphshard.graph.ir import ParamRef
 from graphshard.scale.blocks import block_starts
 from graphshard.scale.resize import Layout, resized_param
 from graphshard.scale.trace import Traced

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph
 
-from graphshard.compat import copy_graph
+from graphshard.compat.inductor import copy_graph
 from graphshard.cost import GroupShape
 from graphshard.cost.topology import group_shape
-from graphshard.ir import (
+from graphshard.graph.ir import (
     Flags,
     ParamRef,
     PassContext,
@@ -26,7 +26,7 @@ from graphshard.ir import (
     unshards,
     val,
 )
-from graphshard.markers import REDUCE_GRAD, padded_shape
+from graphshard.graph.markers import REDUCE_GRAD, padded_shape
 from graphshard.passes import PROGRAM
 from graphshard.scale.trace import TracedProgram
 

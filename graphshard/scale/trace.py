@@ -19,15 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.fx import GraphModule
 
-from graphshard import capture, driver
-from graphshard.backend import Partitioner
-from graphshard.compat import compile_region_inductor, fake_tensors, module_call
-from graphshard.compat_fake import fake_process_group
-from graphshard.engine import Engine, Options
-from graphshard.ir import Direction, ParamRef
+from graphshard.capture import marked_classes
+from graphshard.capture.units import resolve_units
+from graphshard.compat.fake import fake_process_group
+from graphshard.compat.inductor import compile_region_inductor
+from graphshard.compat.modules import module_call
+from graphshard.compat.tensors import fake_tensors
+from graphshard.graph.ir import Direction, ParamRef
+from graphshard.lowering import driver
+from graphshard.runtime.backend import Partitioner
+from graphshard.runtime.engine import Engine, Options
 from graphshard.scale.attention_state import call_attention_itself
 from graphshard.scale.parallel import parallelize
-from graphshard.units import resolve_units
 
 # The mesh that is traced: at least two shards, so that every parameter is sharded.
 TRACED_SHARDS = 2
@@ -139,7 +142,7 @@ class _Recorder(Engine):
         # Fake tensors have no addresses: nothing is installed but what a capture reads.
         for shard in self._shards:
             for module, name in shard.param.owners:
-                module.__dict__[capture.SHARDS][name] = shard.marker_args()
+                module.__dict__[marked_classes.SHARDS][name] = shard.marker_args()
 
     def trace(self, inputs: Sequence[Any], tensor_ranks: int, tensor_group: str) -> Traced:
         if (reason := next(filter(None, (unit.unsupported() for unit in self.units)), None)) is not None:
@@ -161,10 +164,10 @@ class _Recorder(Engine):
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
             return compile_region_inductor(gm, values, without_loss, partitioner)
 
-        entry = capture.entry_point(type(self.model), module_call)
+        entry = marked_classes.entry_point(type(self.model), module_call)
         compiled = torch.compile(entry, backend=record, fullgraph=True, dynamic=False)
         try:
-            with capture.tracing(), _without_advice():
+            with marked_classes.tracing(), _without_advice():
                 compiled(self.model, tuple(inputs), {})
         except Exception as error:  # Dynamo wraps what ends the capture
             if partitioner.graphs is None and not unsplit:

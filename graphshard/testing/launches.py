@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.autograd.profiler import profile
 
-from graphshard.compat_profiler import profiled_names
+from graphshard.compat.profiler import profiled_names
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphshard import driver
-from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.ir import Collective, collective, launches, output_args, val, waits_of
-from graphshard.liveness import Allocation, allocations_of, value_of
+from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
+from graphshard.graph.ir import Collective, collective, launches, output_args, val, waits_of
+from graphshard.graph.liveness import Allocation, allocations_of, value_of
+from graphshard.lowering import driver
 from graphshard.passes.apply_flags import HELD
 from graphshard.passes.apply_residency import RESIDENT
 

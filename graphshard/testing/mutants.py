@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphshard import driver
+from graphshard.lowering import driver
 from graphshard.passes.apply_flags import HELD
 
 _COLLECTIVE = torch.ops._c10d_functional

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from graphshard import fsdp2
-from graphshard.units import resolve_units
+from graphshard.capture.units import resolve_units
 
 Annotate = Callable[[nn.Module, DeviceMesh], object]
 

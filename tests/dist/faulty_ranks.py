@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard import region_programs
+from graphshard.runtime import region_programs
 from graphshard.faults.inquiry import POLL_S
 from graphshard.testing import worker_main
 

@@ -11,7 +11,7 @@ from test_models import BITWISE, CASES
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.compat import eager_random_numbers
+from graphshard.compat.inductor import eager_random_numbers
 from graphshard.testing import WorkerPool, check_parity
 
 AMPLE = 0.5

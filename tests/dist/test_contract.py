@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.api import engine_of
-from graphshard.rank_store import RankStore
+from graphshard.agree.rank_store import RankStore
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.api import need_engine
-from graphshard.executed import Executed
+from graphshard.agree.executed import Executed
 from graphshard.testing import WorkerPool
 
 Drift = Callable[[Any, int], None]

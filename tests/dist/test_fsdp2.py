@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture import forward_method
-from graphshard.casts import cast_hooks
-from graphshard.report import Report
-from graphshard.shards import ParameterWatch, Shard
+from graphshard.capture.marked_classes import forward_method
+from graphshard.capture.casts import cast_hooks
+from graphshard.reporting.report import Report
+from graphshard.state.shards import ParameterWatch, Shard
 from graphshard.testing import WorkerPool
 
 

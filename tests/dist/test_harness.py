@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.report import Report
+from graphshard.reporting.report import Report
 from graphshard.testing import (
     ParityError,
     RankFailed,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.capture import ENGINE
+from graphshard.capture.marked_classes import ENGINE
 from graphshard.testing import WorkerPool
 from graphshard.testing.memory import ARGUMENTS, MemoryUse, Role, Tracked, watch_memory
 

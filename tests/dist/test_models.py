@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from graphshard.compat import eager_random_numbers
+from graphshard.compat.inductor import eager_random_numbers
 from graphshard.testing import Bitwise, Ulps, WorkerPool, check_parity
 
 # -0.0: what a dead branch adds to a gradient.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
-from graphshard import variants
+from graphshard.following import variants
 from graphshard.api import engine_of
 from graphshard.testing import WorkerPool
 

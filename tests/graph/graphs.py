@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.compat import compile_region_aot, copy_graph, partition
-from graphshard.ir import Direction, Flags, ParamRef, PassContext, aten, output_args
-from graphshard.markers import REDUCE_GRAD, UNSHARD, ShardSpec, padded_shape
+from graphshard.compat.inductor import compile_region_aot, copy_graph
+from graphshard.compat.partitioner import partition
+from graphshard.graph.ir import Direction, Flags, ParamRef, PassContext, aten, output_args
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD, ShardSpec, padded_shape
 from graphshard.passes import PROGRAM
 from graphshard.passes.apply_residency import REJOINED
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from graphshard.ir import LAUNCHES, WAIT
+from graphshard.graph.ir import LAUNCHES, WAIT
 
 # Names of process groups, each with the ranks of every one of its instances.
 Groups = Mapping[str, Sequence[Sequence[int]]]

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from graphshard.plan import Decision
+from graphshard.graph.plan import Decision
 from graphshard.plan_file import Costs, Plan, ordered_programs, outline_of, stored_program
 from graphshard.plan_file.contents import FORMAT, VERSION
 from graphshard.planner import (
@@ -27,7 +27,7 @@ from graphshard.planner import (
     per_parameter_schedule,
     simulate,
 )
-from graphshard.planning import named_plan
+from graphshard.planning.planning import named_plan
 
 # The same examples in every run, and no limit on the time of one: a busy machine fails nothing.
 EXAMPLES = settings(max_examples=60)

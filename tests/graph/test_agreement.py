@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 from store_double import CountingStore, on_ranks
 
-from graphshard import agreement
-from graphshard.agreement import Posted, group_key, post
+from graphshard.agree import agreement
+from graphshard.agree.agreement import Posted, group_key, post
+from graphshard.agree.rank_store import Store
 from graphshard.errors import RanksDiffer
-from graphshard.rank_store import Store
 
 RANKS = (0, 1, 4)
 MANY = tuple(range(1024))

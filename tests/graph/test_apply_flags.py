@@ -9,12 +9,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
-from graphshard import verify
-from graphshard.ir import Flags, aten, output_args
-from graphshard.markers import REDUCE_GRAD
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph import verify
+from graphshard.graph.ir import Flags, aten, output_args
+from graphshard.graph.markers import REDUCE_GRAD
 from graphshard.passes import apply_flags
 from graphshard.passes.apply_flags import FlagsEdit
-from graphshard.settings import UnitSettings
 from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
 
 A, B = Weight("a", (4, 3)), Weight("b", (5,), 1)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard import driver, verify
 from graphshard.errors import VerifyError
-from graphshard.ir import aten, collective, launches, output_args, val
-from graphshard.markers import UNSHARD
+from graphshard.graph import verify
+from graphshard.graph.ir import aten, collective, launches, output_args, val
+from graphshard.graph.markers import UNSHARD
+from graphshard.lowering import driver
 from graphshard.passes import apply_residency
 from graphshard.passes.apply_residency import ResidencyEdit
 from tests.graph.graphs import (

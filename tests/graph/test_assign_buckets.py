@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard import driver
-from graphshard.ir import launches
+from graphshard.graph.ir import launches
+from graphshard.lowering import driver
 from graphshard.passes import assign_buckets
 from tests.graph.graphs import (
     BF16,

@@ -11,7 +11,7 @@ import torch
 
 from graphshard.kernels import available, fuses_on
 from graphshard.kernels import ops as kernels
-from graphshard.report import Report
+from graphshard.reporting.report import Report
 
 CUDA = torch.device("cuda", 0)
 

@@ -16,13 +16,13 @@ from bench.deep_graph import deepened
 from bench.schedule_cases import MODELS, Case, Model, TracedModel, make_case, trace_model
 from bench.schedule_rows import OURS, SYSTEMS, TORCH, ScheduleRow, case_rows, schedule_table, summary, summary_lines
 from bench.scheduled_graph import Unreadable
-from graphshard.compat import copy_graph
+from graphshard.compat.inductor import copy_graph
 from graphshard.cost import CostModel, find_hardware
 from graphshard.cost.topology import group_shape
-from graphshard.extraction import extract_problem
-from graphshard.ir import ALL_GATHER
-from graphshard.liveness import allocations_of
+from graphshard.graph.ir import ALL_GATHER
+from graphshard.graph.liveness import allocations_of
 from graphshard.planner import Bucket, Schedule, check_schedule, per_parameter_schedule, simulate
+from graphshard.planning.extraction import extract_problem
 from graphshard.scale.decoder import DecoderSize
 from graphshard.scale.presets import decoder
 from graphshard.scale.repeat import NotRepeated, coarsened

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 
-from graphshard.casts import cast_floating, cast_hooks
+from graphshard.capture.casts import cast_floating, cast_hooks
 from tests.graph.graphs import BF16, F16, F32
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard.measuring import Timing, communication_order, waits_together
+from graphshard.reporting.measuring import Timing, communication_order, waits_together
 from tests.graph.graphs import lowered_until, toy_forward, toy_weights
 
 

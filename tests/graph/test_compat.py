@@ -13,25 +13,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import GraphModule, symbolic_trace
 
-from graphshard import compat
-from graphshard.backend import Partitioner
-from graphshard.compat_results import keep_strides
+from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
+from graphshard.compat.dynamo import inline_only
+from graphshard.compat.inductor import (
+    INDUCTOR_PATCHES,
+    compile_graph_inductor,
+    compile_region_inductor,
+    copy_graph,
+    generated_code,
+    source_digest,
+)
+from graphshard.compat.results import keep_strides
+from graphshard.compat.tensors import dispatch_mode_active, keep_static
+from graphshard.compat.versions import check_torch_version
+from graphshard.runtime.backend import Partitioner
 
 
 @pytest.mark.parametrize(("version", "supported"), [("2.10.2", 0), ("2.11.0", 1), ("2.15.1+cpu", 1), ("2.16.0a0", 0)])
 def test_torch_versions_supported(version: str, supported: int) -> None:
     with mock.patch("torch.__version__", version):
         if supported:
-            compat.check_torch_version()
+            check_torch_version()
         else:
             with pytest.raises(RuntimeError, match=f"got torch {version.split('+')[0]}"):
-                compat.check_torch_version()
+                check_torch_version()
 
 
 def test_inductor_patches_name_settings_that_exist() -> None:
     import torch._inductor.config as config
 
-    with config.patch(compat.INDUCTOR_PATCHES):
+    with config.patch(INDUCTOR_PATCHES):
         assert not config.reorder_for_peak_memory and not config.reorder_for_locality
 
 
@@ -44,30 +55,30 @@ def test_partitioner_is_pickled_without_its_engine() -> None:
 
 
 def test_source_digest_follows_torch_version() -> None:
-    before = compat.source_digest()
-    assert before == compat.source_digest()
+    before = source_digest()
+    assert before == source_digest()
     with mock.patch("torch.__version__", "2.12.0"):
-        assert compat.source_digest() != before
+        assert source_digest() != before
 
 
 def test_dispatch_mode_is_noticed() -> None:
-    assert not compat.dispatch_mode_active()
+    assert not dispatch_mode_active()
     with CommDebugMode():
-        assert compat.dispatch_mode_active()
-    assert not compat.dispatch_mode_active()
+        assert dispatch_mode_active()
+    assert not dispatch_mode_active()
 
 
 def test_backward_is_known_while_it_runs() -> None:
     seen: list[Any] = []
 
     def look(grad: Tensor) -> None:
-        seen.append((compat.backward_id() >= 0, compat.keeps_graph()))
-        compat.call_at_end_of_backward(lambda: seen.append("end"))
+        seen.append((backward_id() >= 0, keeps_graph()))
+        call_at_end_of_backward(lambda: seen.append("end"))
 
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(look)
-    assert compat.backward_id() == -1
+    assert backward_id() == -1
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert seen == [(True, True), "end", (True, False), "end"]
@@ -86,7 +97,7 @@ def test_copied_graph_is_its_own_and_reads_the_same_attributes() -> None:
     gm = symbolic_trace(Weighted())
     for node in gm.graph.nodes:
         node.meta["val"] = node.name
-    graph = compat.copy_graph(gm)
+    graph = copy_graph(gm)
     assert [n.meta for n in graph.nodes] == [n.meta for n in gm.graph.nodes]
     assert GraphModule(gm, graph).weight is gm.weight
     next(iter(graph.nodes)).meta["val"] = "changed"
@@ -100,7 +111,7 @@ def test_node_of_a_compiled_region_is_found_behind_heads_of_attention() -> None:
 
     x = torch.ones(2, 5, 8, requires_grad=True)
     for result in torch.compile(heads, backend="aot_eager")(x):
-        assert compat.compiled_function_node([result]) is not None
+        assert compiled_function_node([result]) is not None
 
 
 def test_node_of_a_compiled_region_is_found_behind_views() -> None:
@@ -112,12 +123,12 @@ def test_node_of_a_compiled_region_is_found_behind_views() -> None:
     compiled = torch.compile(f, backend="aot_eager")
     first, second = compiled(x)
     for result in (first, second):
-        node = compat.compiled_function_node([result])
+        node = compiled_function_node([result])
         assert node is not None and "CompiledFunction" in type(node).__name__
-    assert compat.compiled_function_node([x.sin()]) is None
+    assert compiled_function_node([x.sin()]) is None
     # What is handed on from a region before does not hide the node.
     later, _ = compiled(first)
-    assert compat.compiled_function_node([first, later]) is compat.compiled_function_node([later]) is not node
+    assert compiled_function_node([first, later]) is compiled_function_node([later]) is not node
 
 
 def test_inline_only_functions_are_inlined_and_never_captured() -> None:
@@ -127,7 +138,7 @@ def test_inline_only_functions_are_inlined_and_never_captured() -> None:
         graphs.append(gm)
         return gm.forward
 
-    @compat.inline_only
+    @inline_only
     def inner(x: Tensor) -> Tensor:
         return x.sin() if torch.compiler.is_compiling() else x.cos()
 
@@ -157,7 +168,7 @@ def test_static_tensors_keep_their_sizes_out_of_symbols() -> None:
     compiled = torch.compile(lambda x: x * 2, backend=backend)
     for numel in (3, 4, 5):
         x = torch.ones(numel)
-        compat.keep_static(x)
+        keep_static(x)
         compiled(x)
     assert sizes == [[int]] * 3
 
@@ -178,12 +189,12 @@ def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
     texts: list[tuple[str, str]] = []
 
     def compiler(graph: GraphModule, inputs: Any, direction: str, **kwargs: Any) -> Any:
-        before, run = str(graph.graph), compat.compile_graph_inductor(graph, inputs, kwargs)
+        before, run = str(graph.graph), compile_graph_inductor(graph, inputs, kwargs)
         texts.append((before, str(graph.graph)))
         return run
 
     def backend(gm: GraphModule, inputs: Any) -> Any:
-        return compat.compile_region_inductor(gm, inputs, compiler, Partitioner(mock.Mock()))
+        return compile_region_inductor(gm, inputs, compiler, Partitioner(mock.Mock()))
 
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     result = torch.compile(lambda a, b: (a + a @ b).view(16) * new, backend=backend)(a, b)
@@ -193,5 +204,5 @@ def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
 
 
 def test_generated_code_is_text_or_none() -> None:
-    assert compat.generated_code(mock.Mock(source_code="x = 1")) == "x = 1"
-    assert compat.generated_code(len) is None
+    assert generated_code(mock.Mock(source_code="x = 1")) == "x = 1"
+    assert generated_code(len) is None

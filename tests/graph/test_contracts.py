@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphshard.contracts import Contracts, Election, posted_contracts
+from graphshard.agree.consensus import Contracts, Election, posted_contracts
+from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
-from graphshard.rank_store import RankStore
 
 
 class Counting:
@@ -210,7 +210,7 @@ def test_rank_that_fails_as_the_leader_did_says_so_itself() -> None:
 
 
 def test_rank_that_says_for_ever_that_it_compiles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphshard.contracts.DEADLINE_S", 0.3)
+    monkeypatch.setattr("graphshard.agree.consensus.DEADLINE_S", 0.3)
     _, second = ranks(2, deadline_s=0.1)
     second.is_busy = lambda rank: True
     with pytest.raises(RanksDiffer, match="for rank 0 to come"):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.compat import fake_tensors
+from graphshard.compat.tensors import fake_tensors
 from graphshard.cost import HARDWARE, CostModel, node_flops
-from graphshard.ir import aten
-from graphshard.markers import UNSHARD
+from graphshard.graph.ir import aten
+from graphshard.graph.markers import UNSHARD
 
 H200 = HARDWARE["h200"]
 FUSED, UNFUSED = CostModel(HARDWARE["h100"]), CostModel(HARDWARE["h100"], fused=False)

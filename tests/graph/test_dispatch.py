@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard.dispatch import AGAIN, KEEP, REACHED, RESHARD, TO_POST_FORWARD, Binding, Plan, UnitState, make_plan
-from graphshard.ir import Flags
-from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
-from graphshard.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.graph.ir import Flags
+from graphshard.state.dispatch import (
+    AGAIN,
+    KEEP,
+    REACHED,
+    RESHARD,
+    TO_POST_FORWARD,
+    Binding,
+    Plan,
+    UnitState,
+    make_plan,
+)
+from graphshard.state.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT
 from tests.graph.graphs import BF16, F32
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from torch.fx import Graph, GraphModule
 
-from graphshard import driver, env, passes
+from graphshard import env, passes
 from graphshard.errors import VerifyError
-from graphshard.ir import WAIT, Builder, aten, launches, output_node, reductions, unshards
-from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.ir import WAIT, Builder, aten, launches, output_node, reductions, unshards
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.printer import format_graph
+from graphshard.lowering import driver
 from graphshard.passes import PROGRAM, Pass
-from graphshard.printer import format_graph
-from graphshard.settings import UnitSettings
 from tests.graph.graphs import F32, Marked, Weight, toy_backward, toy_forward, toy_weights, two_gathers
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard import driver, verify
-from graphshard.ir import ALL_GATHER, WAIT, Member, aten, collective, launches, val
-from graphshard.settings import UnitSettings
-from graphshard.user_comms import CUSTOM_ALL_GATHER
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph import verify
+from graphshard.graph.ir import ALL_GATHER, WAIT, Member, aten, collective, launches, val
+from graphshard.graph.user_comms import CUSTOM_ALL_GATHER
+from graphshard.lowering import driver
 from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Marked, Weight, lowered_until, two_gathers
 from tests.graph.lockstep import mesh_groups, run_ranks
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphshard import user_comms, verify
-from graphshard.ir import ALL_REDUCE, REDUCE_SCATTER, WAIT, Member, aten, collective, launches, output_args, val
-from graphshard.markers import REDUCE_GRAD
-from graphshard.settings import UnitSettings
-from graphshard.user_comms import ALL_REDUCE_HOOK, CUSTOM_REDUCE_SCATTER
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph import user_comms, verify
+from graphshard.graph.ir import ALL_REDUCE, REDUCE_SCATTER, WAIT, Member, aten, collective, launches, output_args, val
+from graphshard.graph.markers import REDUCE_GRAD
+from graphshard.graph.user_comms import ALL_REDUCE_HOOK, CUSTOM_REDUCE_SCATTER
 from tests.graph.graphs import (
     BF16,
     F16,

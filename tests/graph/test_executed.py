@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from store_double import CountingStore, on_ranks
 
-from graphshard import executed
-from graphshard.contracts import Contracts
+from graphshard.agree import executed
+from graphshard.agree.consensus import Contracts
+from graphshard.agree.executed import Executed, check_compare_every
 from graphshard.errors import RanksDiffer
-from graphshard.executed import Executed, check_compare_every
-from graphshard.report import Launched, ProgramRecord
+from graphshard.reporting.report import Launched, ProgramRecord
 
 GROUP = {"0": (0, 1)}
 # Two copies of two shards.

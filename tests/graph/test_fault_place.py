@@ -18,7 +18,7 @@ from graphshard.faults.place import (
     index_in_order,
     place_of,
 )
-from graphshard.report import ProgramRecord
+from graphshard.reporting.report import ProgramRecord
 
 # As Inductor writes it: comments, strings and definitions name collectives that are none of its calls.
 SOURCE = """

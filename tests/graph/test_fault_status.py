@@ -14,7 +14,7 @@ from graphshard.faults.diagnose import first_and_others
 from graphshard.faults.dumps import MAX_BYTES, Dump, read_dumps, write_dump
 from graphshard.faults.place import Place
 from graphshard.faults.status import MAX_FQNS, Status, status_of, user_line
-from graphshard.report import ProgramRecord
+from graphshard.reporting.report import ProgramRecord
 
 RECORD = ProgramRecord(0, "backward", "default", {}, 0.0, 0.0)
 PLACE = Place(2, "wait", "gather:a", tuple(f"a.{i}" for i in range(MAX_FQNS + 1)), "0")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from graphshard.ir import aten, output_args
-from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.ir import aten, output_args
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.printer import format_graph
 from graphshard.passes import fold_unshards
 from graphshard.passes.fold_unshards import FoldEdit
-from graphshard.printer import format_graph
 from tests.graph.graphs import BF16, GraphBuilder, Marked, Weight, trace, two_gathers
 
 WEIGHT = Weight("embedding", (4, 3))

@@ -10,11 +10,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import Graph
 
-from graphshard import driver
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.printer import format_graph
 from graphshard.kernels import ops as kernels
+from graphshard.lowering import driver
 from graphshard.passes import fuse_copies
-from graphshard.printer import format_graph
-from graphshard.settings import UnitSettings
 from tests.graph.graphs import BF16, F32, Marked, lowered_until, toy_backward, toy_forward, toy_weights, two_reductions
 from tests.graph.lockstep import mesh_groups, run_ranks
 

@@ -18,11 +18,11 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphshard import driver
-from graphshard.compat import INDUCTOR_PATCHES
-from graphshard.gather_outputs import GATHER_INTO, with_gather_outputs
-from graphshard.ir import ALL_GATHER, WAIT
-from graphshard.printer import format_graph
+from graphshard.compat.inductor import INDUCTOR_PATCHES
+from graphshard.graph.gather_outputs import GATHER_INTO, with_gather_outputs
+from graphshard.graph.ir import ALL_GATHER, WAIT
+from graphshard.graph.printer import format_graph
+from graphshard.lowering import driver
 from tests.graph.graphs import BF16, toy_forward, toy_weights
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from graphshard import driver
-from graphshard.ir import aten
-from graphshard.settings import UnitSettings
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.ir import aten
+from graphshard.lowering import driver
 from tests.graph.graphs import (
     BF16,
     F32,

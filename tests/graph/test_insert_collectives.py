@@ -9,9 +9,20 @@ import pytest
 import torch
 from torch.fx import Node
 
-from graphshard import verify
-from graphshard.ir import ALL_GATHER, LAUNCHES, REDUCE_SCATTER, WAIT, Member, aten, collective, launches, may_view, val
-from graphshard.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph import verify
+from graphshard.graph.ir import (
+    ALL_GATHER,
+    LAUNCHES,
+    REDUCE_SCATTER,
+    WAIT,
+    Member,
+    aten,
+    collective,
+    launches,
+    may_view,
+    val,
+)
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.passes import insert_collectives
 from tests.graph.graphs import (
     BF16,

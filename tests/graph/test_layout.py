@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: layers, private torch, file names and sizes."""
+"""The house rules that a machine can check: private torch, file names and sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import os
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,72 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "graphshard"
 
-# A module imports from its own layer and from those below it, never upwards. Each module and subpackage of graphshard
-# stands here once; "graphshard" is the package's own __init__.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__",),
-    ("cli",),
-    ("demo",),
-    ("testing",),
-    ("scale",),
-    ("graphshard",),
-    ("explaining",),
-    ("api",),
-    ("engine", "sharding_arguments"),
-    ("backend", "rest", "marking"),
-    ("region",),
-    ("turns",),
-    ("region_programs",),
-    ("outside",),
-    ("follower", "followed"),
-    ("route",),
-    ("following", "variants"),
-    ("states", "marked_graph", "prefetch"),
-    ("holdings",),
-    ("unit_programs", "calls", "within_budget", "derived"),
-    ("signatures",),
-    ("driver", "dispatch"),
-    ("passes",),
-    ("planned_programs", "planning_options"),
-    ("planning",),
-    ("realising",),
-    ("extraction", "contract"),
-    ("emit_gather", "emit_reduction", "split_backward", "verify", "printer", "capture", "shards"),
-    ("faults",),
-    ("liveness", "measuring", "halves", "executed"),
-    ("named_events",),
-    ("gather_outputs",),
-    ("ir",),
-    ("markers", "casts", "units", "report", "user_comms", "kernels"),
-    ("plan_file", "ranks_alike", "contracts"),
-    ("calibrate", "plan", "explain"),
-    ("cost",),
-    ("agreement",),
-    (
-        "fsdp2",
-        "compat",
-        "compat_store",
-        "compat_fake",
-        "compat_groups",
-        "compat_profiler",
-        "compat_results",
-        "env",
-        "errors",
-        "settings",
-        "planner",
-        "orders",
-        "rank_store",
-        "table_text",
-        "version",
-    ),
-)
-
 # The only readers of torch's private state.
-READS_PRIVATE_TORCH = {
-    "graphshard/fsdp2/models.py", "graphshard/fsdp2/params.py", "graphshard/fsdp2/units.py", "graphshard/compat.py",
-    "graphshard/compat_groups.py", "graphshard/compat_store.py", "graphshard/compat_fake.py",
-    "graphshard/compat_profiler.py", "graphshard/compat_results.py",
-}  # fmt: skip
+READS_PRIVATE_TORCH = ("graphshard/fsdp2/", "graphshard/compat/")
 TORCH = {"torch", "functorch"}
 # Names with an underscore that are public all the same.
 PUBLIC_DESPITE_UNDERSCORE = {
@@ -126,46 +61,6 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             base += node.module.split(".") if node.module else []
             yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-
-
-def member(dotted: str) -> str | None:
-    """The entry of `LAYERS` that a dotted name of graphshard falls under; None: not graphshard's."""
-    first, *rest = dotted.split(".")
-    if first != "graphshard":
-        return None
-    is_module = rest and ((PACKAGE / rest[0]).is_dir() or (PACKAGE / f"{rest[0]}.py").is_file())
-    return rest[0] if is_module else "graphshard"
-
-
-def members() -> set[str]:
-    return {name for path in sources("graphshard") if (name := member(module_name(path)))}
-
-
-def test_layers_list_every_module_once() -> None:
-    placed = [name for layer in LAYERS for name in layer]
-    assert len(placed) == len(set(placed))
-    assert set(placed) == members(), "LAYERS in this file and the modules of graphshard/ differ"
-
-
-def test_layers_imports_point_down() -> None:
-    depth = {name: index for index, layer in enumerate(LAYERS) for name in layer}
-    upward = []
-    for path in sources("graphshard"):
-        importer = member(module_name(path)) or ""
-        for line, dotted in imported(path):
-            target = member(dotted)
-            if target and depth.get(target, 0) < depth.get(importer, 0):
-                upward.append(f"{shown(path)}:{line}: {importer} imports {dotted}")
-    assert not upward, "\n".join(["imports that point up (see LAYERS):", *upward])
-
-
-def test_layers_have_no_import_cycle() -> None:
-    imports: dict[str, set[str]] = {}
-    for path in sources("graphshard"):
-        importer = member(module_name(path)) or ""
-        targets = {target for _, dotted in imported(path) if (target := member(dotted))}
-        imports.setdefault(importer, set()).update(targets - {importer})
-    TopologicalSorter(imports).prepare()
 
 
 def test_passes_is_a_link_imported_under_one_name() -> None:
@@ -216,9 +111,12 @@ def private_torch(path: Path) -> Iterator[str]:
 
 def test_private_torch_stays_in_few_files() -> None:
     found = [
-        line for path in sources("graphshard") if shown(path) not in READS_PRIVATE_TORCH for line in private_torch(path)
+        line
+        for path in sources("graphshard")
+        if not shown(path).startswith(READS_PRIVATE_TORCH)
+        for line in private_torch(path)
     ]
-    assert not found, "\n".join([f"private names of torch outside {sorted(READS_PRIVATE_TORCH)}:", *found])
+    assert not found, "\n".join([f"private names of torch outside {READS_PRIVATE_TORCH}:", *found])
 
 
 def test_private_torch_check_sees_each_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

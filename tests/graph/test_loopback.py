@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import graphshard
 from bench.loopback import Loopback, Network
-from graphshard.compat import takes_several_tensors
+from graphshard.compat.groups import takes_several_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),  # names of torch 2.11 and 2.12

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from graphshard.ir import PassContext, shard_placeholder, spec_of
-from graphshard.markers import REDUCE_GRAD, UNSHARD, ReduceOps, ShardSpec, padded_shape, reduce_ops
+from graphshard.graph.ir import PassContext, shard_placeholder, spec_of
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD, ReduceOps, ShardSpec, padded_shape, reduce_ops
 from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Weight
 
 DTYPES = st.sampled_from([F32, F16, BF16, torch.float64, torch.float8_e4m3fn, torch.complex64])

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphshard import driver
-from graphshard.ir import aten, launches
-from graphshard.markers import reduce_ops
-from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.graph.ir import aten, launches
+from graphshard.graph.markers import reduce_ops
+from graphshard.lowering import driver
 from tests.graph.graphs import (
     BATCH,
     BF16,

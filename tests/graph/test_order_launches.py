@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Node
 
-from graphshard import driver, verify
-from graphshard.ir import ALL_GATHER, WAIT, aten, collective, launches
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph import verify
+from graphshard.graph.ir import ALL_GATHER, WAIT, aten, collective, launches
+from graphshard.lowering import driver
 from graphshard.passes import order_launches
 from graphshard.passes.order_launches import Move, OrderEdit
-from graphshard.settings import UnitSettings
 from tests.graph.graphs import GraphBuilder, Marked, Weight, lowered_until, toy_backward, toy_forward, toy_weights
 from tests.graph.lockstep import mesh_groups, run_ranks
 

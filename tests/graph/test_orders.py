@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard.orders import MAX_ORDERS, Order, Orders, Step, Walk
+from graphshard.runtime.orders import MAX_ORDERS, Order, Orders, Step, Walk
 
 
 def step(name: str) -> Step:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.printer import format_graph
 from graphshard.passes import JOINT, PROGRAM, Pass
-from graphshard.printer import format_graph
-from graphshard.settings import UnitSettings
 from tests.graph.graphs import BF16, F16, F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
 
 PASSES = [pytest.param(step, id=step.name) for step in {step.name: step for step in (*JOINT, *PROGRAM)}.values()]

@@ -23,8 +23,8 @@ from plans import (
 )
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
-from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import aten
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.ir import aten
 from graphshard.plan_file import (
     Plan,
     PlanMismatch,
@@ -37,8 +37,8 @@ from graphshard.plan_file import (
     stored_program,
 )
 from graphshard.planner import Problem, fsdp2_schedule, per_parameter_schedule
-from graphshard.planning import Planning, RegionPlanning
-from graphshard.settings import UnitSettings
+from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.planning import Planning, RegionPlanning
 
 FLAGS = "resident=1"
 SIDES = ("in a", "in b")

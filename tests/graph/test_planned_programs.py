@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Graph
 
-from graphshard import driver
 from graphshard.cost import HARDWARE, CostModel, GroupShape
-from graphshard.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import (
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
+from graphshard.graph.ir import (
     COALESCED_REDUCE_SCATTER,
     WAIT,
     Flags,
@@ -32,11 +31,12 @@ from graphshard.ir import (
     val,
     waits_of,
 )
-from graphshard.liveness import allocations_of, held_by_caller, lifetimes, live_bytes, peak_bytes
-from graphshard.plan import END
+from graphshard.graph.liveness import allocations_of, held_by_caller, lifetimes, live_bytes, peak_bytes
+from graphshard.graph.plan import END
+from graphshard.lowering import driver
 from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, is_coalesced, simulate
-from graphshard.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
-from graphshard.settings import UnitSettings
+from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
 from tests.graph.graphs import (
     BATCH,
     BF16,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graphshard.ir import aten, launches
-from graphshard.printer import format_dtype, format_graph, format_node, format_type
+from graphshard.graph.ir import aten, launches
+from graphshard.graph.printer import format_dtype, format_graph, format_node, format_type
 from tests.graph.graphs import BF16, GraphBuilder, Weight, lowered_until, toy_forward, toy_weights, two_gathers
 
 

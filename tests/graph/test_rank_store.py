@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from graphshard.rank_store import RankStore
+from graphshard.agree.rank_store import RankStore
 
 
 class Failing:

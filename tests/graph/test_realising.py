@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from graphshard import driver
-from graphshard.contract import Contract, Place, contract_of
+from graphshard.agree.contract import Contract, Place, contract_of
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.errors import RanksDiffer
-from graphshard.extraction import Scene
-from graphshard.ir import PassContext
-from graphshard.plan import END, PlannedBucket, PlannedStep
+from graphshard.graph.ir import PassContext
+from graphshard.graph.plan import END, PlannedBucket, PlannedStep
+from graphshard.lowering import driver
 from graphshard.planner import simulate
-from graphshard.planning import Planning, RegionPlanning, named_plan
-from graphshard.realising import realise
+from graphshard.planning.extraction import Scene
+from graphshard.planning.planning import Planning, RegionPlanning, named_plan
+from graphshard.planning.realising import realise
 from tests.graph.graphs import Marked, Weight, toy_backward, toy_forward, toy_weights
 
 H100 = HARDWARE["h100"]

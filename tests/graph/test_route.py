@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphshard.contracts import Contracts
+from graphshard.agree.consensus import Contracts
+from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
-from graphshard.rank_store import RankStore
-from graphshard.route import Leg, Route
+from graphshard.following.route import Leg, Route
 
 CALL = "the forward of 'net'"
 KNOWN = SimpleNamespace(known_as=lambda leg: leg)

@@ -9,8 +9,8 @@ import pytest
 import scale_models
 
 from graphshard.cost import CostModel, find_hardware
-from graphshard.extraction import Scene, extract_problem
 from graphshard.planner import Problem, check_schedule, fsdp2_schedule, lower_bound_us, simulate
+from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale.blocks import NotRepeated, check_blocks
 from graphshard.scale.estimate import Setting, estimate_step
 from graphshard.scale.model_size import forward_flops, shard_sizes

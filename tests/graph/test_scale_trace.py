@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphshard.compat_fake import fake_process_group
+from graphshard.compat.fake import fake_process_group
 from graphshard.cost import CostModel, find_hardware
-from graphshard.extraction import Scene, extract_problem
-from graphshard.ir import reductions, shard_placeholder, spec_of, unshards, val
+from graphshard.graph.ir import reductions, shard_placeholder, spec_of, unshards, val
 from graphshard.planner import Problem
+from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale import trace
 from graphshard.scale.resize import Layout, program_on
 from graphshard.scale.trace import Traced, TracedProgram

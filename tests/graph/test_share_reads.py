@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir import PassContext, unshards
-from graphshard.markers import UNSHARD, ShardSpec
+from graphshard.graph.ir import PassContext, unshards
+from graphshard.graph.markers import UNSHARD, ShardSpec
 from graphshard.passes import share_reads
 
 SPEC = str(ShardSpec((4, 2), torch.float32, torch.float32, 0, 2, "0"))

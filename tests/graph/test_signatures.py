@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard.contract import Contract, Place
-from graphshard.derived import derived
-from graphshard.dispatch import KEEP, REACHED, RESHARD, Binding, UnitState
-from graphshard.plan import PlannedBucket, PlannedStep
-from graphshard.settings import DEFAULT_SETTINGS, UnitSettings
-from graphshard.shards import RESIDENT
-from graphshard.signatures import ordered_units, places, shown_state, state_text, structure
+from graphshard.agree.contract import Contract, Place
+from graphshard.following.derived import derived
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.graph.plan import PlannedBucket, PlannedStep
+from graphshard.state.dispatch import KEEP, REACHED, RESHARD, Binding, UnitState
+from graphshard.state.shards import RESIDENT
+from graphshard.state.signatures import ordered_units, places, shown_state, state_text, structure
 
 BF16, F32 = torch.bfloat16, torch.float32
 

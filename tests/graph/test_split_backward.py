@@ -7,10 +7,10 @@ from graphs import F32, Weight
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.compat import fake_tensors
-from graphshard.ir import aten, output_args, reductions, unshards
-from graphshard.markers import REDUCE_GRAD, UNSHARD
-from graphshard.split_backward import split_backward
+from graphshard.compat.tensors import fake_tensors
+from graphshard.graph.ir import aten, output_args, reductions, unshards
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.split_backward import split_backward
 
 WEIGHT = Weight("layer.weight", (4, 3), world_size=1)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard import driver
-from graphshard.ir import aten, output_args
-from graphshard.markers import UNSHARD
+from graphshard.graph.ir import aten, output_args
+from graphshard.graph.markers import UNSHARD
+from graphshard.lowering import driver
 from graphshard.passes import tag_reshard
 from graphshard.passes.tag_reshard import ReshardEdit
 from tests.graph.graphs import Weight, trace, two_gathers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphshard.units import find_units, resolve_units
+from graphshard.capture.units import find_units, resolve_units
 
 
 class Block(nn.Module):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from graphshard import verify
 from graphshard.errors import VerifyError
-from graphshard.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
-from graphshard.liveness import peak_bytes
-from graphshard.markers import REDUCE_GRAD, UNSHARD
-from graphshard.settings import UnitSettings
+from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph import verify
+from graphshard.graph.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
+from graphshard.graph.liveness import peak_bytes
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from tests.graph import test_verify_collectives
 from tests.graph.graphs import (
     BF16,

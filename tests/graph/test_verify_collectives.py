@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch.fx import Node
 
-from graphshard import verify
-from graphshard.ir import (
+from graphshard.graph import verify
+from graphshard.graph.ir import (
     ALL_REDUCE,
     COALESCED_REDUCE_SCATTER,
     REDUCE_SCATTER,
@@ -18,7 +18,7 @@ from graphshard.ir import (
     launches,
     waits_of,
 )
-from graphshard.markers import REDUCE_GRAD
+from graphshard.graph.markers import REDUCE_GRAD
 from tests.graph.graphs import BF16, Weight, lowered_until, toy_backward, toy_forward, toy_weights, two_reductions
 from tests.graph.rejection import assert_rejects, lowered_backward, lowered_forward
 

@@ -9,14 +9,14 @@ import torch
 from torch.fx import GraphModule
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
-from graphshard.driver import after_lowering
-from graphshard.extraction import Scene
-from graphshard.ir import aten, output_node
-from graphshard.liveness import peak_bytes
-from graphshard.plan import Decision
+from graphshard.graph.ir import aten, output_node
+from graphshard.graph.liveness import peak_bytes
+from graphshard.graph.plan import Decision
+from graphshard.lowering.driver import after_lowering
+from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.planner import BudgetTooSmall, fsdp2_schedule, simulate
-from graphshard.planning import Planning, RegionPlanning
-from graphshard.within_budget import lower_within_budget
+from graphshard.planning.extraction import Scene
+from graphshard.planning.planning import Planning, RegionPlanning
 from tests.graph.graphs import toy_forward, toy_weights
 
 SCENE = Scene(CostModel(HARDWARE["h100"]), lambda name: GroupShape(4, 1))

@@ -1,0 +1,229 @@
+"""Classes whose parameters are properties: markers while a graph is traced, gathered tensors where a forward runs
+outside a graph.
+
+A marked class is made once per (class, names of its sharded parameters) and shared by all models; all that differs
+between instances is data on the instance, which Dynamo guards. So one compiled region serves every equal block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.tensor import DTensor
+
+from graphshard.compat.autograd import called_to_reduce_grads
+from graphshard.compat.dynamo import inline_only
+from graphshard.compat.modules import module_call
+from graphshard.graph.markers import UNSHARD
+
+# On the instance: {parameter name: arguments of graphshard::unshard, then its tensor-parallel layout if it has one};
+# the engine that runs it.
+SHARDS = "_graphshard_shards"
+ENGINE = "_graphshard_engine"
+
+
+class Engine(Protocol):
+    """What a marked module asks of the engine that runs its model."""
+
+    running: bool
+    compiled: bool
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `module` the way its model runs now."""
+
+    def call_method(self, module: nn.Module, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a registered forward method of `module` the way its model runs now."""
+
+    def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
+        """Gathers one parameter in the middle of a forward that no graph covers."""
+
+    def unshard(self, module: nn.Module, async_op: bool) -> UnshardHandle | None:
+        """`FSDPModule.unshard`."""
+
+    def reshard(self, module: nn.Module) -> None:
+        """`FSDPModule.reshard`."""
+
+    def reset_iter_state(self) -> None:
+        """`FSDPModule.reset_iter_state`."""
+
+    def reduce_held(self) -> None:
+        """Reduces what earlier backwards left unreduced."""
+
+    def wait_for_optimizer(self, event: Any) -> None:
+        """`FSDPModule.set_post_optim_event`."""
+
+
+_MARKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The marked class of `cls` whose sharded parameters are `names`."""
+    if (cls, names) not in _MARKED:
+        body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        body["__call__"] = _call
+        body["__module__"] = cls.__module__
+        body["__doc__"] = cls.__doc__
+        if issubclass(cls, nn.RNNBase):
+            body["_flat_weights"] = property(_read_flat_weights, _write_flat_weights)
+        bases: tuple[type, ...] = (cls,)
+        if issubclass(cls, FSDPModule):
+            bases = (_UnitMethods, cls)
+        _MARKED[cls, names] = type(cls.__name__, bases, body)
+    return _MARKED[cls, names]
+
+
+# Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.
+_own_trace = False
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, what Dynamo traces is captured for an engine; any other trace calls the model as a whole."""
+    global _own_trace
+    before, _own_trace = _own_trace, True
+    try:
+        yield
+    finally:
+        _own_trace = before
+
+
+def _parameter_property(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        if torch.compiler.is_compiling():
+            if not _own_trace:
+                return self._parameters[name]
+            entry = self.__dict__[SHARDS][name]
+            full = UNSHARD(entry[0], entry[1])
+            if len(entry) == 2:
+                return full
+            return as_tensor_parallel(full, entry[2], entry[3], entry[4], entry[5])
+        engine: Engine = self.__dict__[ENGINE]
+        return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
+
+    return property(inline_only(read))
+
+
+@inline_only
+def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stride: str) -> DTensor:
+    """This rank's part of a tensor-parallel parameter as a DTensor.
+
+    Args:
+        full: the part, gathered over the shards.
+        mesh: tensor-parallel mesh.
+        placements: on it.
+        size: of the whole parameter, as text: Dynamo would make numbers symbolic.
+        stride: likewise.
+    """
+    shape = torch.Size([int(length) for length in size.split("x")])
+    strides = tuple([int(length) for length in stride.split("x")])
+    return DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+@inline_only
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _own_trace and torch.compiler.is_compiling():
+        return module_call(self, *args, **kwargs)
+    engine: Engine = self.__dict__[ENGINE]
+    return engine.call(self, args, kwargs)
+
+
+# An RNN keeps its parameters in a list too, which no property would see.
+@inline_only
+def _read_flat_weights(self: Any) -> Any:
+    if torch.compiler.is_compiling() or self.__dict__[ENGINE].running:
+        return list(map(self.__getattribute__, self._flat_weights_names))
+    return self.__dict__["_flat_weights"]
+
+
+def _write_flat_weights(self: Any, weights: Any) -> None:
+    self.__dict__["_flat_weights"] = weights
+
+
+class _UnitMethods:
+    """FSDP2's methods that a compiled model answers itself; while it runs in eager FSDP2, FSDP2 does."""
+
+    def unshard(self: Any, async_op: bool = False) -> UnshardHandle | None:
+        engine: Engine = self.__dict__[ENGINE]
+        if not engine.compiled:
+            handle: UnshardHandle | None = super().unshard(async_op)  # type: ignore[misc]
+            return handle
+        return engine.unshard(self, async_op)
+
+    def reshard(self: Any) -> None:
+        super().reshard()  # type: ignore[misc]
+        self.__dict__[ENGINE].reshard(self)
+
+    def reset_iter_state(self: Any) -> None:
+        super().reset_iter_state()  # type: ignore[misc]
+        self.__dict__[ENGINE].reset_iter_state()
+
+    def set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        super().set_requires_gradient_sync(requires_gradient_sync, recurse=recurse)  # type: ignore[misc]
+        if requires_gradient_sync and called_to_reduce_grads():
+            # A pipeline's REDUCE_GRAD: next it calls FSDP2's own reduction, which holds no gradients.
+            self.__dict__[ENGINE].reduce_held()
+
+    def finalize_backward(self: Any, *, async_op: bool = False) -> Any:
+        handle = super().finalize_backward(async_op=async_op)  # type: ignore[misc]  # from torch 2.15 on
+        self.__dict__[ENGINE].reduce_held()
+        return handle
+
+    def set_post_optim_event(self: Any, event: Any) -> None:
+        super().set_post_optim_event(event)  # type: ignore[misc]
+        self.__dict__[ENGINE].wait_for_optimizer(event)
+
+
+class Method:
+    """A method that `register_fsdp_forward_method` made an entry point.
+
+    Attributes:
+        body: what is compiled: casts of the unit's policy around the method; takes the module first.
+        name: of the method.
+    """
+
+    def __init__(self, method: Callable[..., Any], pre: Callable[..., Any], post: Callable[..., Any]) -> None:
+        function = getattr(method, "__func__", method)
+        bound = function is not method
+
+        def body(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if (cast := pre(module, args, kwargs)) is not None:
+                args, kwargs = cast
+            output = function(module, *args, **kwargs) if bound else function(*args, **kwargs)
+            changed = post(module, args, output)
+            return output if changed is None else changed
+
+        self.body = body
+        self.name: str = method.__name__
+
+
+def forward_method(method: Callable[..., Any], pre: Callable[..., Any], post: Callable[..., Any]) -> Callable[..., Any]:
+    """A registered method as a compiled model calls it: inlined in a trace, else through the engine."""
+    entry = Method(method, pre, post)
+    body = entry.body
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _own_trace and torch.compiler.is_compiling():
+            return body(self, *args, **kwargs)
+        engine: Engine = self.__dict__[ENGINE]
+        return engine.call_method(self, entry, args, kwargs)
+
+    return inline_only(call)
+
+
+def entry_point(cls: type[nn.Module], body: Callable[..., Any] = module_call) -> Callable[..., Any]:
+    """A function that calls a module, or another function with it, with a code object of its own.
+
+    Dynamo keeps its compiled code, and counts recompilations, per code object: so each marked class of each model gets
+    one.
+    """
+
+    def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return body(module, *args, **kwargs)
+
+    call_module.__code__ = call_module.__code__.replace(co_name=f"call_{cls.__name__}")
+    return call_module

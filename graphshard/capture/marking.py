@@ -1,0 +1,70 @@
+"""Gives the modules of one model their marked classes (see `capture`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from graphshard.capture import marked_classes
+from graphshard.compat.modules import hooks_of
+from graphshard.fsdp2 import Unit
+
+
+class Engine(Protocol):
+    """What is asked of the engine of the model."""
+
+    units: list[Unit]
+
+    def reshard_all(self) -> None:
+        """Frees all parameters that stay gathered."""
+
+
+def mark_classes(engine: Engine, unit_modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Marks the modules that own sharded parameters, and those of units.
+
+    Args:
+        engine: of the model, which is put on each module.
+        unit_modules: modules that `fully_shard` was called on.
+
+    Returns:
+        Ids of modules that contain units: with a region per unit, they are plain Python around them.
+    """
+    names: dict[int, set[str]] = {}
+    modules: dict[int, nn.Module] = {id(module): module for module in unit_modules}
+    for unit in engine.units:
+        for param in unit.params:
+            for module, name in param.owners:
+                modules[id(module)] = module
+                names.setdefault(id(module), set()).add(name)
+    engine_of = weakref.ref(engine)
+
+    def reshard(module: nn.Module, *args: Any) -> None:
+        if (engine := engine_of()) is not None:  # a state dict holds shards
+            engine.reshard_all()
+
+    for key, module in modules.items():
+        module.__dict__[marked_classes.ENGINE] = engine
+        module.__dict__[marked_classes.SHARDS] = {}
+        module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))))
+        module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+    inner = {id(module) for module in unit_modules}
+    return frozenset(
+        key
+        for key, module in modules.items()
+        if any(id(child) in inner for child in module.modules() if child is not module)
+    )
+
+
+def hook_keys(modules: Iterable[nn.Module]) -> list[int]:
+    """Of all hooks of some modules: other keys, other hooks."""
+    return [key for module in modules for key, _ in hooks_of(module)]
+
+
+def shared_code_key(module: nn.Module) -> object:
+    """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
+    hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
+    return type(module), tuple(hooks)

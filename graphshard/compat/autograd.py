@@ -1,0 +1,61 @@
+"""What is private of autograd's engine: the running backward, what it will reach, where it accumulates."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the running backward pass ends. Must be called from within a backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:
+    """Number of the backward pass that runs in this thread, -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward pass will run, or has run, a node of autograd's graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def accumulates_into(leaf: Tensor) -> bool:
+    """Whether the running backward pass accumulates a gradient into `leaf`: `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch refuses the question for a leaf while it runs `torch.autograd.grad`
+        return False
+
+
+def called_to_reduce_grads() -> bool:
+    """Whether the caller's caller is a pipeline stage that reduces the gradients of its microbatches."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    method = getattr(getattr(stage, "_PipelineStageBase", None), "perform_reduce_grad", None)
+    return method is not None and sys._getframe(2).f_code is method.__code__
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass was asked to keep its graph (retain_graph or create_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def compiled_function_node(outputs: Sequence[Tensor]) -> Any:
+    """The autograd node of the compiled region that produced `outputs`, or None. Views of them are looked through."""
+    found = [node for output in outputs if (node := _behind_views(output.grad_fn)) is not None]
+    return max(found, key=lambda node: node._sequence_nr(), default=None)  # not that of the region before, of an input
+
+
+def _behind_views(node: Any) -> Any:
+    for _ in range(100):
+        if node is None or "CompiledFunction" in type(node).__name__:
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -1,0 +1,56 @@
+"""What is private of Dynamo: what it captures, what it leaves alone, where it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch.fx import GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Says of `run` that it takes its arguments as one list, which it may empty."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def boxed_graph(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Runs `gm` as it is; empties the list of its arguments, so that each is freed after its last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    run: Callable[[list[Any]], Any] = gm.forward  # without the five calls of a module around it
+    return run
+
+
+def uncaptured(function: C) -> C:
+    """Keeps Dynamo out of `function` and of all that it calls, except for what is compiled on purpose."""
+    disabled: C = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def inline_only(function: C) -> C:
+    """Lets Dynamo inline `function` in a trace, but never capture its frame by itself: each call outside a trace is
+    plain Python.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+def ends_in_graph_break(gm: GraphModule) -> bool:
+    """Whether Dynamo ended a captured graph before its frame ended."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
+
+
+def sets_grad_mode(node: Node) -> bool | None:
+    """What a node of a captured graph switches gradients to; None if it does not."""
+    if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+        return bool(node.args[0])
+    return None

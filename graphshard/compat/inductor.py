@@ -1,0 +1,147 @@
+"""The compilers behind Dynamo: AOTAutograd and Inductor, each behind a plain function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.virtualized import V
+from torch._logging._internal import trace_structured
+from torch.fx import Graph, GraphModule
+
+# A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
+GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
+
+# Inductor's own reordering would undo every prefetch: in forward all-gathers move to their use, in inference all of
+# them move to the top, in backward reduce-scatters move to the end. With both off it keeps the order of the FX graph.
+INDUCTOR_PATCHES: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # since torch 2.15, on
+    INDUCTOR_PATCHES["aten_distributed_optimizations.enable_simple_overlap"] = False
+
+
+def source_digest() -> str:
+    """Digest of all sources of graphshard, for cache keys."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_region_inductor(
+    gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph with Inductor's front end; `compiler(gm, inputs, direction=..., **kwargs)` lowers each
+    graph.
+    """
+
+    def inner(graph: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return compiler(graph, example_inputs, direction=_direction(kwargs), **kwargs)
+
+    compiled: Any = compile_fx(
+        gm,
+        inputs,
+        inner_compile=inner,
+        # As config_patches, never around the call: backward is compiled later, outside any `with`.
+        config_patches={**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner},
+    )
+    function: Callable[..., Any] = compiled
+    return function
+
+
+def _direction(kwargs: dict[str, Any]) -> str:
+    if kwargs.get("is_backward"):
+        return "backward"
+    return "inference" if kwargs.get("is_inference") else "forward"
+
+
+def compile_region_aot(
+    gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Runs a Dynamo graph through AOTAutograd; `compiler` gets each graph, which then runs as it is."""
+
+    def named(direction: str) -> Callable[..., Any]:
+        return lambda graph, example_inputs: compiler(graph, example_inputs, direction=direction)
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=named("forward"),
+        bw_compiler=named("backward"),
+        inference_compiler=named("inference"),
+        partition_fn=partitioner,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
+
+
+def compile_graph_inductor(
+    gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Inductor's code for one lowered graph. Inductor gets a copy, which it rewrites unless its cache has the code."""
+    compiled: Callable[[list[Any]], Any] = compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs)
+    return compiled
+
+
+def generated_code(compiled: object) -> str | None:
+    """Source of the code that Inductor generated; None for anything else."""
+    source = getattr(compiled, "source_code", None)
+    return source if isinstance(source, str) else None
+
+
+@dataclass(frozen=True)
+class CompileState:
+    """The contexts of a compilation, so that another program of the same region can be compiled long after it."""
+
+    tracing_context: Any
+    compile_context: Any
+    fake_mode: Any
+    patches: dict[str, Any]
+
+    @staticmethod
+    def capture(patches: dict[str, Any]) -> CompileState:
+        return CompileState(TracingContext.try_get(), CompileContext.try_get(), V.fake_mode, patches)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Enters the contexts again."""
+        with ExitStack() as stack:
+            stack.enter_context(tracing(self.tracing_context))
+            if self.compile_context is not None:
+                stack.enter_context(compile_context(self.compile_context))
+            stack.enter_context(V.set_fake_mode(self.fake_mode))
+            stack.enter_context(inductor_config.patch(self.patches))
+            yield
+
+
+def copy_graph(gm: GraphModule) -> Graph:
+    """A graph of its own that reads the attributes of `gm`: a deepcopy of the module fails while a fake mode is on."""
+    graph = Graph(owning_module=gm)
+    graph.output(graph.graph_copy(gm.graph, {}))
+    old_output, new_output = (next(iter(g.find_nodes(op="output"))) for g in (gm.graph, graph))
+    new_output.meta = dict(old_output.meta)
+    return graph
+
+
+def log_artifact(name: str, text: str) -> None:
+    """Hands a dump to torch's structured log (tlparse)."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def eager_random_numbers() -> AbstractContextManager[None]:
+    """Inside, Inductor's code draws eager's random numbers instead of its own: for comparisons, not for speed."""
+    context: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return context

@@ -1,0 +1,20 @@
+"""What is private of torch about modules: calls past a marked class, and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.__call__`, hooks included, whatever `module`'s class makes of a call."""
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
+    """(Key, hook) of every forward and backward hook of `module`. Keys are never used twice in a process."""
+    forward, backward = module._forward_hooks, module._backward_hooks
+    for hooks in (module._forward_pre_hooks, forward, module._backward_pre_hooks, backward):
+        yield from hooks.items()

@@ -1,0 +1,223 @@
+"""The legs of a call that no rank has in one graph: the regions that it goes through, and parameters read between them.
+
+A leg that has come apart on this rank alone, because its graph breaks in another place than before, is not heard of on
+the others. So where a part of a call uses some of what the last call's leg in its place used, ranks ask each other
+whether all take it so (see `variants`); if not, the part follows what is sent for that leg.
+
+Programs of equal blocks are one program: ranks that run them for other blocks than each other would mix their
+parameters and never notice. So what a call used is compared between ranks when it changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from graphshard.agree.agreement import first_difference
+from graphshard.agree.consensus import Contracts
+from graphshard.errors import RanksDiffer
+from graphshard.following.following import Following
+from graphshard.following.variants import ASKED_TIMES, PATIENCE_S
+from graphshard.state.calls import Backward
+from graphshard.state.dispatch import Binding
+from graphshard.state.marked_graph import MarkedGraph, Program
+from graphshard.state.shards import Shard
+from graphshard.state.signatures import Role, WholeCall
+
+_SUBJECT = "the units that they use, in order, and the parameters of each"
+_ADVICE = (
+    "this call has mixed parameters: do not step on its gradients. Graph breaks leave parts of it on every rank "
+    "(TORCH_LOGS=graph_breaks shows them): want the same modules in use on all ranks, or "
+    "set_reduce_scatter_unused_params(True) on these units, or no breaks"
+)
+_FIRST_ADVICE = (
+    "graph breaks leave parts of this call on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones in "
+    "the first call, or set_reduce_scatter_unused_params(True) on units of which ranks use other parameters"
+)
+
+
+class Turns(Protocol):
+    """What is asked of the turns of a region."""
+
+    def known_as(self, leg: Leg) -> Following | None:
+        """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
+
+    def enter(self, leg: Leg) -> Following:
+        """Does what ranks do before the program of a leg; returns what they send then."""
+
+    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+        """The same of its backward."""
+
+
+@dataclass(eq=False)
+class Leg:
+    """A region of a call.
+
+    Attributes:
+        turns: its.
+        structure: of its forward (see `signatures`).
+        graph: of its forward.
+        binding: its shards.
+        program: that ran.
+    """
+
+    turns: Turns
+    structure: str
+    graph: MarkedGraph
+    binding: Binding
+    program: Program
+
+    def role(self, follows: bool) -> Role:
+        """What a run of it is to the other ranks. `follows`: in parts."""
+        return Role(WholeCall(self.structure, self.binding, None, self.graph.direction), follows, self)
+
+
+class Route:
+    """The routes of a model's calls.
+
+    Args:
+        contracts: of the model.
+        say: takes a note.
+
+    Attributes:
+        current: the leg of the running call whose parts run.
+    """
+
+    def __init__(self, contracts: Contracts, say: Callable[[str], None]) -> None:
+        self._contracts = contracts
+        self._say = say
+        self._latest: dict[str, tuple[Leg | Shard, ...]] = {}  # by what the calls are, in words
+        self._running: list[Leg | Shard] = []
+        self._answers: dict[tuple[int, frozenset[Shard]], bool] = {}  # of the running call
+        self._checked = 0  # legs of the running call
+        self._compiled: Binding | None = None  # the last of them, until it runs
+        self._alike: Counter[str] = Counter()
+        self._differ: set[str] = set()
+        self.current: Leg | None = None
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._running, self._answers, self._checked, self._compiled, self.current = [], {}, 0, None, None
+
+    def use(self, used: Leg | Shard) -> None:
+        """A leg runs, or a parameter is read outside any graph."""
+        self._running.append(used)
+        self.current = None
+
+    def enter(self, leg: Leg) -> None:
+        """A leg begins of which this rank has parts."""
+        self._running.append(leg)
+        self.current = leg
+
+    def leg_of(self, what: str, number: int, binding: Binding, structure: str) -> Leg | None:
+        """The leg that something belongs to which is about to run; None: it is one of its own.
+
+        Args:
+            what: the call is, in words.
+            number: of the call, the same on every rank.
+            binding: its shards.
+            structure: its own (see `signatures`); empty: it is read outside any graph.
+        """
+        own = binding.shard_set
+        if self.current is not None and own <= self.current.binding.shard_set:
+            return self.current
+        place, latest = len(self._running), self._latest.get(what, ())
+        leg = latest[place] if place < len(latest) else None
+        if not isinstance(leg, Leg) or structure == leg.structure or not own <= leg.binding.shard_set:
+            return None
+        if leg.turns.known_as(leg) is None:
+            return None
+        if (place, own) not in self._answers:
+            taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
+            self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", taken)
+        return None if self._answers[place, own] else leg
+
+    def check_first(self, what: str, number: int, binding: Binding, runs: bool) -> None:
+        """Compares what a leg of the first call of its kind uses, before anything is decided or sent for it.
+
+        Args:
+            what: the call is, in words.
+            number: of the call, the same on every rank.
+            binding: its shards.
+            runs: whether it is about to run; else it is compiled, and runs then.
+
+        Raises:
+            RanksDiffer: another rank uses other parameters there, or does not come until the deadline.
+        """
+        names = [shard.fqn for shard in binding.shards if not shard.unit.reduce_unused]
+        compiled, self._compiled = self._compiled, None if runs else binding
+        if what in self._latest or not names or (compiled is not None and compiled.shard_set == binding.shard_set):
+            return
+        self._checked += 1
+        where = f"call {number}, leg {self._checked} of {what}"
+        if not self._contracts.elect(where, where, " ".join(sorted(names))).alike:
+            lines = _lines(binding.shards)
+            self._contracts.compare(f"differs\n{where}", where, lines, _SUBJECT, _FIRST_ADVICE)
+
+    def _all_take(self, what: str, where: str, structure: str) -> bool:
+        """Whether all ranks have come to such a part of the call in place of the leg."""
+        if what in self._differ:
+            return False
+        if self._alike[structure] >= ASKED_TIMES:
+            return True
+        # Ranks that never ask stand in a collective meanwhile, whose deadline is not to pass.
+        patience_s = min(PATIENCE_S, self._contracts.deadline_s / 4)
+        met = self._contracts.meet(f"{where}\n{what}", what, structure, patience_s)
+        if met is not None and met.alike:
+            self._alike[structure] += 1
+            return True
+        self._differ.add(what)
+        self._say(
+            f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in the "
+            "order of the whole"
+        )
+        return False
+
+    def end(self, what: str, number: int) -> None:
+        """The call has ended.
+
+        Args:
+            what: it is, in words.
+            number: of the call, the same on every rank.
+
+        Raises:
+            RanksDiffer: it used other parameters than the call before it, and on another rank others.
+        """
+        route, latest = tuple(self._running), self._latest.get(what, ())
+        self.begin()
+        self._latest[what] = route
+        if _same(route, latest) or (lines := _lines(_shards(route))) == (before := _lines(_shards(latest))):
+            return
+        try:
+            self._contracts.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
+        except RanksDiffer as error:  # the other ranks, if they do as before, do not come
+            raise RanksDiffer(f"{error}; on rank {self._contracts.rank} it uses {_change(before, lines)}") from None
+
+
+def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> bool:
+    return len(route) == len(other) and all(
+        a is b or (isinstance(a, Leg) and isinstance(b, Leg) and a.binding is b.binding)
+        for a, b in zip(route, other, strict=True)
+    )
+
+
+def _shards(route: Iterable[Leg | Shard]) -> Iterator[Shard]:
+    for used in route:
+        yield from (used,) if isinstance(used, Shard) else used.binding.shards
+
+
+def _change(before: list[str], lines: list[str]) -> str:
+    """The first difference between two calls, in words."""
+    place = first_difference(before, lines)
+    old, new = (repr(found[place]) if place < len(found) else "nothing more" for found in (before, lines))
+    return f"{new} in place {place}, where the call before used {old}"
+
+
+def _lines(shards: Iterable[Shard]) -> list[str]:
+    units: dict[str, set[str]] = {}
+    for shard in shards:
+        if not shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
+            units.setdefault(shard.unit.name or "root", set()).add(shard.fqn)
+    return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in units.items()]

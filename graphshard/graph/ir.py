@@ -1,0 +1,383 @@
+"""What passes work on: an FX graph whose gathers and reductions are markers, then launches and waits.
+
+A launch starts a collective and a wait yields its result; both are `torch.ops._c10d_functional` nodes. What a launch
+carries is kept in its `Collective`, so that no pass, check or dump has to find it again from tensor operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphshard.errors import VerifyError
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD, ShardSpec
+from graphshard.graph.plan import ProgramPlan
+from graphshard.graph.user_comms import CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
+
+Direction = Literal["captured", "joint", "forward", "backward", "inference"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+_c10d = torch.ops._c10d_functional
+WAIT = _c10d.wait_tensor.default
+# Before the name of a shard: the argument with the gradient that an earlier backward reduced over the shards only.
+PARTIAL = "partial_"
+LAUNCHES: Mapping[Any, Kind] = {
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    _c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
+    CUSTOM_ALL_GATHER: "all_gather",
+    CUSTOM_REDUCE_SCATTER: "reduce_scatter",
+}
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, COALESCED_ALL_GATHER, COALESCED_REDUCE_SCATTER, *_ = LAUNCHES
+
+aten = torch.ops.aten
+# They return a view where they can, but their schema does not say so.
+_SILENT_VIEWS = frozenset({aten.reshape.default, aten._unsafe_view.default})  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class ParamRef:
+    """One sharded parameter as passes see it: the same on every rank.
+
+    Attributes:
+        fqn: its name in the model (of the first instance, where equal blocks share the region).
+        unit: name of its unit, ``""`` for the root's.
+        index: its position in FSDP2's order inside the unit.
+        size: full shape.
+        shard_numel: elements of the padded shard of one rank.
+        dtype: dtype of the parameter and its gradient.
+        adds_in_reduce_dtype: whether a gradient is cast before it is added to what was accumulated.
+        dim: that is sharded.
+        post_forward: (number of shards, process group) that the parameter is resharded to after forward, where that is
+            another group than the one it is sharded over.
+    """
+
+    fqn: str
+    unit: str
+    index: int
+    size: tuple[int, ...]
+    shard_numel: int
+    dtype: torch.dtype
+    adds_in_reduce_dtype: bool = False
+    dim: int = 0
+    post_forward: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the run-time state asks of one program. Names are those of placeholders of shards, unless it says otherwise.
+
+    Extra arguments come behind the graph's own, extra results behind its own, each in the order of the attributes here.
+
+    Attributes:
+        resident: shards whose gathered value comes as an extra argument.
+        rejoined: shards that are gathered from post-forward shards, which come as extra arguments.
+        kept: shards whose gathered value is an extra result.
+        resharded: shards of which a post-forward shard is an extra result. (`reshard_after_forward` as an int)
+        unreduced: shards whose gradients are handed out unreduced, to be accumulated.
+        added: (shard, dtype) of earlier, unreduced gradients that come as extra arguments, to be added in this order.
+        partial: shards whose earlier gradients, reduced over the shards but not over their copies, come as extra
+            arguments.
+        undefined: tangents that got no gradient, of outputs that the loss does not depend on.
+        inputs_only: whether no parameter is to get a gradient.
+        units: settings by name of unit, where they are not the defaults.
+    """
+
+    resident: tuple[str, ...] = ()
+    rejoined: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
+    unreduced: frozenset[str] = frozenset()
+    added: tuple[tuple[str, torch.dtype], ...] = ()
+    partial: tuple[str, ...] = ()
+    undefined: frozenset[str] = frozenset()
+    inputs_only: bool = False
+    units: tuple[tuple[str, UnitSettings], ...] = ()
+
+    def __str__(self) -> str:
+        parts = []
+        for name in ("resident", "rejoined", "kept", "resharded", "unreduced", "added", "partial"):
+            if value := getattr(self, name):
+                parts.append(f"{name}={len(value)}")
+        if self.undefined:
+            parts.append(f"undefined={','.join(sorted(self.undefined))}")
+        if self.inputs_only:
+            parts.append("inputs_only")
+        parts += [f"{unit or 'root'}({settings})" for unit, settings in self.units]
+        return " ".join(parts) or "default"
+
+    def settings(self, unit: str) -> UnitSettings:
+        """The settings of a unit."""
+        return dict(self.units).get(unit, DEFAULT_SETTINGS)
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may know besides the graph.
+
+    Attributes:
+        direction: which graph this is.
+        params: the sharded parameters by the name of the placeholder that holds their shard.
+        flags: the run-time state that the program is lowered for.
+        planner: chooses buckets and their places for the marked graph; None: FSDP2's.
+        fuses: whether copies to and from flat buffers become one operator each.
+        coalesces: whether a bucket is sent without a flat buffer: takes ``"gather"`` or ``"reduce"`` and its members,
+            as `member_names` names them; None: no bucket is.
+    """
+
+    direction: Direction
+    params: Mapping[str, ParamRef] = field(default_factory=dict)
+    flags: Flags = Flags()
+    planner: Callable[[Graph, PassContext], ProgramPlan | None] | None = None
+    fuses: bool = False
+    coalesces: Callable[[str, Sequence[str]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a bucket: `shard_numel` elements of `dtype` of each rank's part.
+
+    `offset_numel` counts elements of the bucket, which are bytes where members differ in dtype.
+    """
+
+    fqn: str
+    offset_numel: int
+    shard_numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one launch carries, kept in ``meta["collective"]`` of the launch node."""
+
+    kind: Kind
+    bucket: str
+    unit: str
+    group: str
+    world_size: int
+    dtype: torch.dtype
+    op: str | None
+    members: tuple[Member, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's part: the input of an all-gather, the output of a reduce-scatter."""
+        return sum(member.shard_numel * member.dtype.itemsize for member in self.members) // self.dtype.itemsize
+
+
+def is_call(node: object, target: Any) -> TypeGuard[Node]:
+    """Whether `node` is a call of `target`."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target is target
+
+
+def unshards(graph: Graph) -> list[Node]:
+    """All `graphshard::unshard` nodes in graph order."""
+    return [node for node in graph.nodes if is_call(node, UNSHARD)]
+
+
+def reductions(graph: Graph) -> list[Node]:
+    """All `graphshard::reduce_grad` nodes in graph order."""
+    return [node for node in graph.nodes if is_call(node, REDUCE_GRAD)]
+
+
+def is_marker(node: Node) -> bool:
+    """Whether `node` stands for a gather or a reduction."""
+    return is_call(node, UNSHARD) or is_call(node, REDUCE_GRAD)
+
+
+def launches(graph: Graph) -> list[Node]:
+    """All launches in graph order, the model's own collectives included."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in LAUNCHES]
+
+
+def waits_of(launch: Node) -> list[Node]:
+    """The waits of a launch: one, or one for each tensor of a coalesced collective."""
+    results = [user for user in launch.users if is_call(user, operator.getitem)] or [launch]
+    return [user for result in results for user in result.users if is_call(user, WAIT)]
+
+
+def collective(node: Node) -> Collective | None:
+    """The `Collective` of a launch that graphshard inserted, else None."""
+    found: Collective | None = node.meta.get("collective")
+    return found
+
+
+def may_view(node: Node) -> bool:
+    """Whether the result of `node` may share memory with an argument."""
+    if node.op != "call_function":
+        return False
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return (
+        node.target in _SILENT_VIEWS or node.target is operator.getitem or any(result.alias_info for result in returns)
+    )
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether `node` is the placeholder of a gradient of an output."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def spec_of(marker: Node) -> ShardSpec:
+    """The spec of a marker."""
+    text = marker.args[-1]
+    assert isinstance(text, str), marker
+    return ShardSpec.parse(text)
+
+
+def shard_placeholder(marker: Node) -> Node:
+    """The placeholder of the shard that a marker reads: its first argument (unshard) or second (reduce_grad)."""
+    node = marker.args[0] if is_call(marker, UNSHARD) else marker.args[1]
+    while isinstance(node, Node) and may_view(node):
+        node = node.args[0]
+    if not isinstance(node, Node) or node.op != "placeholder":
+        raise AssertionError(f"{marker}: its shard comes from {node}, want a placeholder of the graph")
+    return node
+
+
+def bucket_key(node: Node, ctx: PassContext) -> tuple[object, ...]:
+    """What markers must have in common to share a bucket: ``"gather"`` or ``"reduce"`` comes first."""
+    spec, settings = spec_of(node), ctx.flags.settings(ctx.params[shard_placeholder(node).name].unit)
+    settings = settings.without_prefetch()
+    if is_call(node, UNSHARD):
+        return "gather", settings, spec.world_size, spec.group, spec.device
+    copies = (spec.replicas, spec.replicate_group)
+    return (
+        "reduce",
+        settings,
+        spec.world_size,
+        spec.group,
+        *copies,
+        spec.reduce_dtype,
+        val(node).dtype,
+        val(node).device,
+    )
+
+
+def member_names(markers: Sequence[Node], ctx: PassContext) -> dict[str, Node]:
+    """Markers of one kind by the name that plans call them: the FQN, ``fqn#2`` for its second marker in graph order."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for node in markers:
+        fqn = ctx.params[shard_placeholder(node).name].fqn
+        seen[fqn] += 1
+        found[fqn if seen[fqn] == 1 else f"{fqn}#{seen[fqn]}"] = node
+    return found
+
+
+def output_args(graph: Graph) -> list[Any]:
+    """The flat results of the graph."""
+    results = output_node(graph).args[0]
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def output_node(graph: Graph) -> Node:
+    """The output node."""
+    output: Node = next(iter(graph.find_nodes(op="output")))
+    return output
+
+
+def launch_counts(graph: Graph) -> dict[str, int]:
+    """How many launches of each kind a graph has."""
+    counts = Counter(LAUNCHES[node.target] for node in launches(graph))
+    return {str(kind): count for kind, count in counts.items()}
+
+
+def fake_empty(like: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A contiguous fake tensor of the fake mode, and without `device` on the device, of another fake value."""
+    with like.fake_mode:
+        return torch.empty(tuple(shape), dtype=dtype, device=device or like.device)
+
+
+def add_placeholder(graph: Graph, name: str, value: Tensor) -> Node:
+    """A new placeholder behind the others; `value` is its fake value."""
+    last: Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def val(node: Any) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def fake(args: Any) -> Any:
+    """`args` with every node replaced by its fake value."""
+    return torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+
+
+class Builder:
+    """Adds nodes before one node, with the fake value of each.
+
+    Args:
+        graph: the graph to change.
+        anchor: new nodes go before it.
+        meta: put into the meta of every new node.
+    """
+
+    def __init__(self, graph: Graph, anchor: Node, **meta: Any) -> None:
+        self._graph = graph
+        self.anchor = anchor
+        self.meta = meta
+
+    def call(self, target: Callable[..., Any], *args: Any, **meta: Any) -> Node:
+        """Adds `target(*args)`; `meta` goes into the node's."""
+        return self.call_with(target, args, {}, **meta)
+
+    def call_with(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **meta: Any) -> Node:
+        """Adds `target(*args, **kwargs)`; `meta` goes into the node's."""
+        with self._graph.inserting_before(self.anchor):
+            node = self._graph.call_function(target, args, kwargs)
+        fake_args = fake(args)
+        mode = next((x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")), None)
+        if mode is None:
+            raise AssertionError(f"{node}: no argument has a fake value")
+        with mode, torch.no_grad():
+            node.meta["val"] = target(*fake_args, **kwargs)
+        node.meta.update(self.meta, **meta)
+        return node
+
+    def contiguous_copy(self, node: Node) -> Node:
+        """A fresh copy of `node` with contiguous strides."""
+        return self.call_with(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+    def cast(self, node: Any, dtype: torch.dtype) -> Node:
+        """`node` in `dtype`; itself where it has it."""
+        return (
+            node if val(node).dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+        )
+
+    def reshape(self, node: Node, shape: Sequence[int]) -> Node:
+        """`node` in `shape` (one dim may be -1); itself where it has it."""
+        return node if tuple(val(node).shape) == tuple(shape) else self.call(aten.reshape.default, node, list(shape))
+
+
+def replace(old: Node, new: Node) -> None:
+    """Puts `new` in the place of `old` everywhere.
+
+    Raises:
+        VerifyError: G3, if their shapes, dtypes or strides differ: the nodes behind would be wrong, silently.
+    """
+    layouts = [(tuple(v.shape), v.dtype, v.stride()) for v in (val(old), val(new))]
+    if layouts[0] != layouts[1]:
+        raise VerifyError("G3", f"%{new.name} replaces %{old.name}: got {layouts[1]}, want {layouts[0]}")
+    old.replace_all_uses_with(new)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,203 @@
+"""Runs the passes: copies the graph once, verifies after each pass, times, dumps, recompiles once."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.fx import Graph, GraphModule
+
+from graphshard import env
+from graphshard.compat.inductor import copy_graph, log_artifact
+from graphshard.errors import VerifyError
+from graphshard.graph import verify
+from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
+from graphshard.graph.printer import format_graph
+from graphshard.passes import CAPTURED, JOINT, PROGRAM, Pass
+
+OPTIONAL = frozenset(step.name for step in (*JOINT, *PROGRAM) if step.optional)
+
+
+def check_environment() -> None:
+    """Raises:
+    ValueError: if one of graphshard's environment variables has a value that it cannot have.
+    """
+    env.verify_level()
+    env.disabled_passes(OPTIONAL)
+    directory = env.dump_dir()
+    if directory is not None and directory.exists() and not directory.is_dir():
+        raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, which is a file, want a directory")
+
+
+_Observer = Callable[[GraphModule, str], None]
+_after_lowering: ContextVar[tuple[_Observer, ...]] = ContextVar("after_lowering", default=())
+
+
+@contextmanager
+def after_lowering(observer: _Observer) -> Iterator[None]:
+    """Calls `observer(gm, direction)` on every program that is lowered inside, before it is compiled.
+
+    For tools and tests: the observer may read the graph, or change it on purpose to see that a check notices.
+    """
+    token = _after_lowering.set((*_after_lowering.get(), observer))
+    try:
+        yield
+    finally:
+        _after_lowering.reset(token)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered graph, the seconds that passes took, and (pass, edit) of each pass that did something."""
+
+    gm: GraphModule
+    passes_s: float
+    edits: tuple[tuple[str, object], ...]
+
+
+def run_captured_passes(gm: GraphModule, title: str) -> None:
+    """Runs `CAPTURED` on a graph of Dynamo's and on the checkpoint regions inside it, in place.
+
+    Such a graph has no fake values and may write tensors: only G1 can be checked.
+    """
+    for name, inner in gm.named_modules():
+        if isinstance(inner, GraphModule):
+            for step in CAPTURED:
+                if edit := step.decide(inner.graph, PassContext("captured")):
+                    step.apply(inner.graph, edit)
+                    if env.verify_level():
+                        verify.check_lint(inner.graph)
+                    _dump(env.dump_dir(), f"{title}{'.' + name if name else ''}", 1, step.name, inner.graph, str(edit))
+                    inner.recompile()
+
+
+def run_joint_passes(gm: GraphModule, title: str = "joint") -> float:
+    """Runs `JOINT` on a joint graph, in place; returns the seconds it took."""
+    start = time.perf_counter()
+    _run(gm.graph, JOINT, PassContext("joint"), title)
+    gm.recompile()
+    return time.perf_counter() - start
+
+
+def check_partition(forward: GraphModule, num_results: int) -> None:
+    """Checks what the partitioner made: no gathered parameter is saved that should be gathered again."""
+    if env.verify_level():
+        verify.check_reshard(forward.graph, num_results)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's cyclic collector would walk all that Dynamo keeps, again and again: 40 % of the passes' time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collection()
+def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
+    """Makes one program of a marked graph; `gm` stays as it is.
+
+    Args:
+        gm: forward, backward or inference graph with markers.
+        ctx: its parameters and flags.
+        title: of the dumps.
+
+    Raises:
+        VerifyError: when a pass breaks an invariant.
+    """
+    start = time.perf_counter()
+    level = env.verify_level()
+    graph = copy_graph(gm)
+    edits = _run(graph, PROGRAM, ctx, title)
+    if level:
+        verify.check_lowered(graph)
+        verify.check_reductions(graph, ctx, _synchronized(gm.graph, graph, ctx))
+    lowered = GraphModule(gm, graph)
+    for observer in _after_lowering.get():
+        observer(lowered, ctx.direction)
+        lowered.recompile()
+    return Lowered(lowered, time.perf_counter() - start, tuple(edits))
+
+
+def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[str]:
+    """FQNs whose gradient the program must reduce: all with a result that is alive and not left unreduced."""
+    alive = output_args(lowered)
+    position = {node: i for i, node in enumerate(output_args(marked)) if node is not None}
+    names = [
+        shard_placeholder(node).name
+        for node in reductions(marked)
+        if verify.reduction_kinds(node, ctx) and (node not in position or alive[position[node]] is not None)
+    ]
+    return frozenset(ctx.params[name].fqn for name in names if name not in ctx.flags.unreduced)
+
+
+def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -> list[tuple[str, object]]:
+    level, disabled, directory = env.verify_level(), env.disabled_passes(OPTIONAL), env.dump_dir()
+    if level:
+        verify.check_lint(graph)
+    _dump(directory, title, 0, "captured", graph)
+    edits: list[tuple[str, object]] = []
+    for number, step in enumerate(passes, start=1):
+        if step.name in disabled:
+            continue
+        edit = step.decide(graph, ctx)
+        if not edit:
+            continue
+        before = _Before(graph, ctx) if level else None
+        step.apply(graph, edit)
+        if before is not None:
+            try:
+                before.check(graph, step, ctx, level)
+            except VerifyError as error:
+                error.add_note(f"after pass {step.name} of {title}: {edit}")
+                raise
+        edits.append((step.name, edit))
+        _dump(directory, title, number, step.name, graph, str(edit))
+    return edits
+
+
+class _Before:
+    """What must be the same after a pass."""
+
+    def __init__(self, graph: Graph, ctx: PassContext) -> None:
+        self.signature = verify.signature(graph)
+        self.names = [node.name for node in graph.nodes]
+        self.random = verify.random_operators(graph)
+        self.traffic = verify.traffic(graph, ctx) if ctx.direction != "joint" else {}
+
+    def check(self, graph: Graph, step: Pass, ctx: PassContext, level: int) -> None:
+        verify.check_lint(graph)
+        verify.check_values(graph, recompute=level > 1)
+        verify.check_waits(graph)
+        verify.check_hazards(graph)
+        verify.check_dtypes(graph)
+        if not step.changes_signature:
+            verify.check_signature(graph, self.signature)
+        if step.permutes:
+            verify.check_permutation(graph, self.names, self.random)
+        if ctx.direction != "joint":
+            verify.check_buckets(graph, ctx)
+            # Flags choose what is reduced; folding makes two gathers or reductions of one parameter one.
+            if not step.changes_signature and step.name != "fold_unshards":
+                verify.check_traffic(graph, ctx, self.traffic)
+
+
+def _dump(directory: Path | None, title: str, number: int, name: str, graph: Graph, edit: str = "") -> None:
+    if directory is None:
+        return
+    text = (f"# {edit}\n" if edit else "") + format_graph(graph)
+    if dist.is_initialized():
+        directory = directory / f"rank{dist.get_rank()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{title}.{number}.{name}.ir").write_text(text)
+    log_artifact(f"graphshard_{title}_{number}_{name}", text)

@@ -1,0 +1,132 @@
+"""Lowers programs within their memory budget, which counts on the final graph, not on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch.fx import GraphModule
+
+from graphshard import env
+from graphshard.agree.contract import Contract, contract_of
+from graphshard.errors import VerifyError
+from graphshard.graph import verify
+from graphshard.graph.ir import PassContext
+from graphshard.graph.liveness import peak_bytes
+from graphshard.graph.plan import Decision
+from graphshard.lowering import driver
+from graphshard.lowering.driver import Lowered
+from graphshard.planner import BudgetTooSmall
+from graphshard.planning.planning import RegionPlanning
+
+# What a graph allocates above what was foretold is taken off the budget so often.
+_TRIES = 4
+
+
+def lower_within_budget(
+    gm: GraphModule,
+    ctx: PassContext,
+    title: str,
+    planner: RegionPlanning | None,
+    flags: str,
+    contract: Contract | None = None,
+    held_bytes: int = 0,
+) -> tuple[Lowered, Decision | None]:
+    """Makes one program of a marked graph, as `driver.lower` does, and what was decided for it.
+
+    Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
+    help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then.
+
+    Args:
+        gm: graph with markers.
+        ctx: its parameters and flags.
+        title: of the dumps.
+        planner: of the region; None: nothing is planned.
+        flags: text of the program's flags, by which a stored plan is found.
+        contract: of the program, if it was decided already: it is realised, and a broken budget is noted.
+        held_bytes: that are held for other programs while it runs.
+
+    Raises:
+        BudgetTooSmall: `memory_budget` does not suffice.
+        VerifyError: a pass breaks an invariant, or, at level 2, a stored plan does not keep its budget.
+    """
+    if planner is None:
+        return driver.lower(gm, ctx, title), None
+    ctx = replace(ctx, coalesces=planner.coalesces)
+    if contract is not None:
+        return _lower_by_contract(gm, ctx, title, planner, flags, contract, held_bytes)
+    latest: Decision | None = None
+    least = short_bytes = 0
+    for _ in range(_TRIES):
+        planner.forget()  # a program without collectives is not planned
+        planned = replace(ctx, planner=partial(planner, flags=flags, short_bytes=short_bytes))
+        try:
+            lowered = driver.lower(gm, planned, title)
+        except BudgetTooSmall:
+            if latest is None:
+                raise
+            break
+        latest = planner.latest
+        if latest is None or not planner.chooses:
+            return lowered, latest
+        peak = peak_bytes(lowered.gm.graph, ctx)
+        if peak <= latest.budget_bytes:
+            return lowered, latest
+        if planner.replayed:
+            _check_stored(lowered, ctx, planner, latest)
+            return lowered, latest
+        least = min(least or peak, peak)
+        short_bytes += peak - latest.budget_bytes
+    assert latest is not None
+    if planner.budget_is_asked:
+        raise BudgetTooSmall(
+            f"memory_budget: got {latest.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is what "
+            f"{title} allocates"
+        )
+    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
+    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
+    assert planner.latest is not None
+    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
+    return lowered, replace(planner.latest, budget_bytes=needed)
+
+
+def _lower_by_contract(
+    gm: GraphModule,
+    ctx: PassContext,
+    title: str,
+    planner: RegionPlanning,
+    flags: str,
+    contract: Contract,
+    held_bytes: int,
+) -> tuple[Lowered, Decision | None]:
+    if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
+        lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags)), title)
+        if contract_of(lowered.gm.graph, None, ()).launches == contract.launches:
+            return lowered, planner.latest
+    planner.forget()
+    planned = partial(planner, flags=flags, contract=contract)
+    lowered = driver.lower(gm, replace(ctx, planner=planned), title)
+    found = contract_of(lowered.gm.graph, planner.latest, ())
+    if found.launches != contract.launches:
+        raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")
+    latest = planner.latest
+    if latest is not None and planner.budget_is_asked:
+        peak = peak_bytes(lowered.gm.graph, ctx) + held_bytes
+        if peak > latest.budget_bytes:
+            held = f" (with {held_bytes} held for other parts of the call)" if held_bytes else ""
+            planner.note(
+                f"{title}: allocates {peak} bytes{held}, more than memory_budget, {latest.budget_bytes}: the "
+                "collectives that all ranks agreed on were planned for other shapes, or for a call in one graph"
+            )
+    return lowered, latest
+
+
+def _check_stored(lowered: Lowered, ctx: PassContext, planner: RegionPlanning, decision: Decision) -> None:
+    """S2 for a plan that is replayed as it is."""
+    if level := env.verify_level():
+        try:
+            verify.check_budget(lowered.gm.graph, ctx, decision.budget_bytes)
+        except VerifyError as error:
+            if level > 1:
+                raise
+            planner.note(f"{error}, as the plan's budget says")

@@ -1,0 +1,326 @@
+"""Plans the programs of one model: reads the problem off a marked graph, chooses a schedule, keeps what was decided."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from graphshard.agree.agreement import Posted
+from graphshard.agree.contract import Contract
+from graphshard.agree.ranks_alike import DEADLINE_S
+from graphshard.graph.ir import PassContext
+from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
+from graphshard.plan_file import Plan, ProgramProblem, plan_digest, program_name, replay
+from graphshard.planner import (
+    Accumulation,
+    BudgetTooSmall,
+    Choice,
+    Gather,
+    Problem,
+    Reduction,
+    Schedule,
+    accumulation_choice,
+    best_schedule,
+    choose_kept,
+    fixed_size_schedule,
+    fsdp2_schedule,
+    is_coalesced,
+    kept_problems,
+    lower_bound_us,
+    per_parameter_schedule,
+    simulate,
+)
+from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.realising import realise
+from graphshard.version import __version__
+
+# How many there are is not known when the first one runs: the fewest that accumulate.
+_MICRO_BATCHES = 2
+
+
+@dataclass
+class Planning:
+    """How the programs of one model are planned.
+
+    Attributes:
+        scene: machine and process groups.
+        mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
+        budget_bytes: most that a program may allocate; None: what FSDP2's schedule does.
+        keeps: whether it also decides which units stay gathered from forward to backward.
+        backward: the backward graph that was partitioned last, until its forward graph has been planned.
+        stored: plans that are replayed; what has none there is planned.
+        stored_in: says where these are from.
+        posts: what this rank has posted for the others, until it is compared.
+        deadline_s: most seconds to wait for the others then.
+    """
+
+    scene: Scene
+    mode: str = "auto"
+    budget_bytes: int | None = None
+    keeps: bool = False
+    backward: GraphModule | None = None
+    stored: Plan | None = None
+    stored_in: str = ""
+    posts: list[Posted] = field(default_factory=list)
+    deadline_s: float = DEADLINE_S
+
+    def agree(self) -> None:
+        """Compares with the other ranks, once.
+
+        Raises:
+            RanksDiffer: another rank plans otherwise, or has another model.
+        """
+        while self.posts:  # what differs stays, to be said again
+            self.posts[0].compare(self.deadline_s)
+            del self.posts[0]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What shapes a plan besides the graph, in lines."""
+        hardware, budget = self.scene.cost.hardware, self.budget_bytes
+        stored = "none" if self.stored is None else plan_digest(self.stored)
+        return (
+            f"torch {torch.__version__}, graphshard {__version__}",
+            f"plan {self.mode}, of file {stored}",
+            f"memory_budget {'as FSDP2' if budget is None else budget}",
+            f"hardware {hardware.name} {self.scene.cost.fingerprint}",
+            f"reshard_after_forward {'planned' if self.keeps else 'given'}",
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name of all that shapes a plan besides the graph."""
+        return hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:16]
+
+    def take_backward(self) -> GraphModule | None:
+        """`backward`, once."""
+        backward, self.backward = self.backward, None
+        return backward
+
+    def ranks_of(self, group: str) -> int:
+        """Number of ranks of a process group, by its name."""
+        return self.scene.group_shape(group).ranks
+
+
+class RegionPlanning:
+    """Plans the programs of one region.
+
+    Args:
+        planning: of the model.
+        number: of the region.
+        note: is told what the user should know.
+
+    Attributes:
+        latest: what was decided last, None if nothing was.
+        replayed: whether that comes from a stored plan.
+        note: of the arguments.
+    """
+
+    def __init__(self, planning: Planning, number: int = 0, note: Callable[[str], None] = lambda line: None) -> None:
+        self._planning = planning
+        self._number = number
+        self.note = note
+        self._kept: frozenset[str] | None = None
+        self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._behind: Problem | None = None  # the backward, as FSDP2's flags have it
+        self._accumulation: Accumulation | None = None
+        self._problems: dict[Graph, Problem] = {}
+        self.latest: Decision | None = None
+        self.replayed = False
+
+    def forget(self) -> None:
+        """Forgets what was decided last."""
+        self.latest, self.replayed = None, False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its plans are carried out, not only timed."""
+        return self._planning.mode == "auto"
+
+    @property
+    def budget_is_asked(self) -> bool:
+        """Whether the user gave the budget."""
+        return self._planning.budget_bytes is not None
+
+    def __call__(
+        self,
+        graph: Graph,
+        ctx: PassContext,
+        flags: str = "default",
+        short_bytes: int = 0,
+        as_fsdp2: bool = False,
+        contract: Contract | None = None,
+    ) -> ProgramPlan | None:
+        """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
+
+        Args:
+            graph: to plan.
+            ctx: its parameters and flags.
+            flags: their text, by which a stored plan is found.
+            short_bytes: of the budget that are to be left free.
+            as_fsdp2: FSDP2's schedule is taken, whatever it allocates.
+            contract: of the program, to be realised, if there is one.
+
+        Raises:
+            BudgetTooSmall: no plan fits the budget.
+            PlanMismatch: the stored plan of that name is for another graph.
+        """
+        planning, name = self._planning, program_name(self._number, ctx.direction, flags)
+        self.forget()
+        if contract is not None:
+            self.latest = self._realised(graph, ctx, contract)
+            if self.latest is None:
+                return None
+            if planning.stored is not None and not planning.stored.find(self._number, ctx.direction, flags):
+                self._note_missing(name)
+            return self.latest.plan
+        if any(settings.forward_prefetch or settings.backward_prefetch for _, settings in ctx.flags.units):
+            if planning.stored is not None:
+                self.note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
+            return None  # users have chosen
+        if planning.stored is not None:
+            extract = partial(extract_problem, graph, ctx, planning.scene)
+            fqns = frozenset(param.fqn for param in ctx.params.values())
+            named = ProgramProblem(self._number, ctx.direction, flags, extract, planning.ranks_of, fqns)
+            self.latest = replay(planning.stored, named, planning.stored_in, planning.budget_bytes)
+            if self.latest is not None:
+                self.replayed = True
+                return self.latest.plan if self.chooses else None
+        problem = extract_problem(graph, ctx, planning.scene)
+        if not problem.gathers and not problem.reductions:
+            return None
+        if planning.stored is not None:
+            self._note_missing(name)
+        fsdp2 = simulate(problem, fsdp2_schedule(problem))
+        budget_bytes = planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
+        if as_fsdp2 or not self.chooses:
+            choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
+        else:
+            choice = self._best_schedule(problem, budget_bytes - short_bytes)
+        plan = named_plan(problem, choice.schedule)
+        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
+        self.latest = Decision(problem, choice, plan, budget_bytes, kept)
+        return plan if self.chooses else None
+
+    def _note_missing(self, name: str) -> None:
+        planning = self._planning
+        self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
+
+    def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision | None:
+        budget_bytes = self._planning.budget_bytes
+        problem, schedule = realise(graph, ctx, self._planning.scene, contract, budget_bytes)
+        if not problem.gathers and not problem.reductions:
+            return None
+        makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
+        rivals = {name: simulate(problem, make(problem)) for name, make in makers.items()}
+        choice = Choice(
+            schedule,
+            simulate(problem, schedule),
+            lower_bound_us(problem),
+            contract.chosen,
+            tuple((name, rival.step_us, rival.peak_bytes) for name, rival in rivals.items()) if self.chooses else (),
+        )
+        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
+        most = budget_bytes or max(rivals["fsdp2"].peak_bytes, self._step_bytes)
+        return Decision(problem, choice, named_plan(problem, schedule), most, kept)
+
+    def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
+        try:
+            return best_schedule(problem, budget_bytes)
+        except BudgetTooSmall as error:
+            if self._behind is not None and problem.direction == "forward":
+                try:  # to say all that a step needs at once
+                    best_schedule(self._behind, budget_bytes)
+                except BudgetTooSmall as its:
+                    raise BudgetTooSmall(f"{error}; {its}") from None
+            raise
+
+    def problem(self, graph: Graph, ctx: PassContext) -> Problem:
+        """What there is to plan of a marked graph; read once, for all equal blocks that share it."""
+        if (found := self._problems.get(graph)) is None:
+            found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
+        return found
+
+    def coalesces(self, kind: str, members: Sequence[str]) -> bool:
+        """Whether a bucket of the program that was planned last is sent without a flat buffer."""
+        return self.latest is not None and bucket_is_coalesced(self.latest.problem, kind, members)
+
+    def keep_units(
+        self,
+        forward: tuple[Graph, PassContext],
+        backward: tuple[Graph, PassContext],
+        by_default: frozenset[str],
+        settled: Callable[[Callable[[], str]], str],
+    ) -> frozenset[str] | None:
+        """Names of the units that stay gathered from forward to backward; None: FSDP2's flags say.
+
+        Args:
+            forward: marked graph, and its context.
+            backward: the same.
+            by_default: units that stay in FSDP2.
+            settled: what all ranks do, given what this one would.
+        """
+        if self._planning.mode == "fsdp2":
+            return None
+        ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
+        as_in_fsdp2 = kept_problems(ahead, back, by_default)
+        self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
+        self._behind = as_in_fsdp2[1]
+        text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
+        self._kept = None if (names := json.loads(text)) is None else frozenset(names)
+        return self._kept
+
+    def _chosen_kept(self, forward: Problem, backward: Problem) -> list[str] | None:
+        planning = self._planning
+        stored = None if planning.stored is None else planning.stored.find_forward(self._number)
+        if stored is not None:
+            return None if stored.kept is None else list(stored.kept)
+        if not planning.keeps:
+            return None
+        return sorted(choose_kept(forward, backward, planning.budget_bytes or self._step_bytes))
+
+    def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
+        """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
+
+        Args:
+            graph: marked backward graph.
+            ctx: its usual context.
+        """
+        budget_bytes = self._planning.budget_bytes
+        if self._planning.mode == "fsdp2" or budget_bytes is None:
+            return ""
+        if self._accumulation is None:
+            problem = extract_problem(graph, ctx, self._planning.scene)
+            self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
+        return self._accumulation.why if self._accumulation.reduce_each else ""
+
+
+def bucket_is_coalesced(problem: Problem, kind: str, members: Sequence[str]) -> bool:
+    """Whether a bucket of these gathers, or else reductions, of a problem is sent without a flat buffer."""
+    items: Sequence[Gather] | Sequence[Reduction] = problem.gathers if kind == "gather" else problem.reductions
+    found: Any = [item for item in items if item.fqn in members]
+    return len(found) == len(members) and is_coalesced(found)
+
+
+def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
+    """A schedule in names: buckets by the units that they are of, members by FQN, positions by node."""
+    names: Counter[str] = Counter()
+    buckets = []
+    for number, bucket in enumerate(schedule.buckets):
+        members = schedule.members(problem, number)
+        units = list(dict.fromkeys(member.unit or "root" for member in members))
+        name = f"{bucket.kind}:{units[0]}" + (f"..{units[-1]}" if len(units) > 1 else "")
+        names[name] += 1
+        suffix = f"#{names[name]}" if names[name] > 1 else ""
+        buckets.append(PlannedBucket(name + suffix, bucket.kind, tuple(member.fqn for member in members)))
+    ends = (*problem.ops, END)
+    steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.actions)
+    return ProgramPlan(tuple(buckets), tuple(steps))

@@ -1,0 +1,182 @@
+"""What happened, for users who ask afterwards: programs, their collectives and their cost, and everything that is not
+compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from graphshard.graph.plan import Decision
+
+log = logging.getLogger("graphshard")
+
+
+class NamedUnit(Protocol):
+    """What is asked of a unit."""
+
+    name: str
+
+
+class NamedShard(Protocol):
+    """What is asked of the shard of one parameter."""
+
+    fqn: str
+
+    @property
+    def unit(self) -> NamedUnit: ...
+
+
+class Launched(NamedTuple):
+    """What one collective of a program sends, as all ranks of its process group know it.
+
+    Attributes:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``, ``"coalesced "`` in front of it if it takes
+            several tensors.
+        group: name of the process group; names of sibling groups differ.
+        ranks: how many are in it.
+        dtype: that is sent.
+        op: of a reduction: ``"avg"`` or ``"sum"``; of a gather: empty.
+        members: (FQN, elements of one rank's part) of each parameter.
+        behind_wait: whether the program waits for another collective before.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    dtype: str
+    op: str
+    members: tuple[tuple[str, int], ...]
+    behind_wait: bool
+
+
+@dataclass
+class ProgramRecord:
+    """One lowered program.
+
+    Attributes:
+        region: number of the region it was lowered from; -1: it gathers or reduces one unit, outside any region.
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``; ``"unshard"`` or ``"reduce"`` for one unit.
+        flags: the run-time state that it serves.
+        runs: how often it ran.
+        collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
+        passes_s: seconds in graphshard's passes.
+        compile_s: seconds in the compiler behind them.
+        ir: the lowered graph, one line per node.
+        code: what the compiler made of it, if it keeps its source.
+        decision: what was planned for it, if anything was.
+        order: (``"launch"`` or ``"wait"``, bucket) of its graph, in order.
+        carried: for each entry of `order`, the process group and the parameters in it; neither for the model's own.
+        launched: the collectives that it sends, in order, without the model's own.
+        parameters: (unit, FQN) of those whose shards the program was lowered for.
+        timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
+            medians, if `graphshard.measure` saw it run.
+    """
+
+    region: int
+    direction: str
+    flags: str
+    collectives: dict[str, int]
+    passes_s: float
+    compile_s: float
+    runs: int = 0
+    ir: str = field(default="", repr=False)
+    code: str | None = field(default=None, repr=False)
+    decision: Decision | None = field(default=None, repr=False)
+    order: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    carried: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
+    launched: tuple[Launched, ...] = field(default=(), repr=False)
+    parameters: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+
+    def carried_for(self, position: int, shards: Sequence[NamedShard]) -> tuple[str, tuple[str, ...]]:
+        """The bucket of an entry of `order` and the parameters in it, in a run for `shards`: equal blocks share it."""
+        bucket, fqns = self.order[position][1], self.carried[position][1]
+        name_of = self._names_for(shards)
+        pairs = zip(self.parameters, shards, strict=False)
+        unit_of = {unit or "root": shard.unit.name or "root" for (unit, _), shard in pairs}
+        kind, colon, units = bucket.partition(":")
+        named = "..".join(unit_of.get(unit, unit) for unit in units.split(".."))
+        return f"{kind}{colon}{named}", tuple(name_of.get(fqn, fqn) for fqn in fqns)
+
+    def launched_for(self, shards: Sequence[NamedShard]) -> tuple[Launched, ...]:
+        """What `launched` is in a run for `shards`."""
+        name_of = self._names_for(shards)
+        return tuple(
+            sent._replace(members=tuple((name_of.get(fqn, fqn), numel) for fqn, numel in sent.members))
+            for sent in self.launched
+        )
+
+    def _names_for(self, shards: Sequence[NamedShard]) -> dict[str, str]:
+        return {fqn: shard.fqn for (_, fqn), shard in zip(self.parameters, shards, strict=False)}
+
+
+@dataclass
+class Report:
+    """What a compiled model did so far. Ask for it with `graphshard.report(model)`.
+
+    Attributes:
+        programs: every program lowered so far.
+        regions: number of regions that Dynamo captured.
+        eager_unshards: FQN -> reads outside any graph; the parameter's whole unit is gathered then.
+        eager_reductions: FQN -> gradients of such reads; they are reduced with the rest of the unit.
+        fallbacks: one line for each thing that is not compiled or that is ignored, by name.
+        notes: one line for each thing that runs in programs, but not as the model's graphs would have it.
+        joint_passes_s: seconds in passes on joint graphs, all regions.
+    """
+
+    programs: list[ProgramRecord] = field(default_factory=list)
+    regions: int = 0
+    eager_unshards: Counter[str] = field(default_factory=Counter)
+    eager_reductions: Counter[str] = field(default_factory=Counter)
+    fallbacks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    joint_passes_s: float = 0.0
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """Launches so far, by kind."""
+        total: Counter[str] = Counter()
+        for program in self.programs:
+            for kind, count in program.collectives.items():
+                total[kind] += count * program.runs
+        return dict(total)
+
+    def reset_counts(self) -> None:
+        """Sets the counters of runs to zero."""
+        for program in self.programs:
+            program.runs = 0
+        self.eager_unshards.clear()
+        self.eager_reductions.clear()
+
+    def say_once(self, line: str) -> None:
+        """Logs a warning the first time, and keeps it in `fallbacks`."""
+        _say_once(self.fallbacks, line)
+
+    def note_once(self, line: str) -> None:
+        """Logs a warning the first time, and keeps it in `notes`."""
+        _say_once(self.notes, line)
+
+    def __str__(self) -> str:
+        lines = [f"{self.regions} regions, {len(self.programs)} programs"]
+        for p in self.programs:
+            counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
+            where = "one unit" if p.region < 0 else f"region {p.region}"
+            lines.append(
+                f"  {where} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
+                f"passes {p.passes_s * 1e3:.0f} ms, compile {p.compile_s:.1f} s"
+            )
+        if self.eager_unshards:
+            lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")
+        if self.eager_reductions:
+            lines.append(f"  gradients of such reads: {dict(self.eager_reductions)}")
+        return "\n".join(lines + [f"  {line}" for line in (*self.fallbacks, *self.notes)])
+
+
+def _say_once(lines: list[str], line: str) -> None:
+    if line not in lines:
+        lines.append(line)
+        log.warning("graphshard: %s", line)

@@ -1,0 +1,160 @@
+"""The Dynamo backend: a captured graph goes through AOTAutograd and our partitioner, each graph that comes out becomes
+a region's.
+
+inductor    Inductor compiles each program          aot_eager    each program runs as it is, operator by operator
+eager       the captured graph runs as it is; its markers gather and reduce one parameter at a time
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graphshard.compat.dynamo import boxed_graph, ends_in_graph_break
+from graphshard.compat.inductor import (
+    INDUCTOR_PATCHES,
+    compile_graph_inductor,
+    compile_region_aot,
+    compile_region_inductor,
+    source_digest,
+)
+from graphshard.compat.partitioner import CustomPartitionerFn, partition
+from graphshard.graph.ir import unshards
+from graphshard.lowering import driver
+from graphshard.reporting.report import ProgramRecord
+from graphshard.runtime import region
+from graphshard.state.shards import Shard
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+class Engine(region.Engine, Protocol):
+    """What the backend asks of the engine of a model."""
+
+    def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
+        """Gathers one parameter for a graph that runs uncompiled."""
+
+
+class Partitioner(CustomPartitionerFn):
+    """Runs the passes of the joint graph, then AOTAutograd's min-cut.
+
+    Module-level, and pickled without its engine: Inductor puts it into its cache keys.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Callable[[], Engine | None] = weakref.ref(engine)
+        planning = engine.planning
+        self.key = f"graphshard-{source_digest()}-{planning.fingerprint if planning else 'fsdp2'}"
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        engine = self._engine()
+        title = "joint" if engine is None else f"{engine.name}.region{engine.report.regions - 1}.joint"
+        seconds = driver.run_joint_passes(gm, title)
+        if engine is not None:
+            engine.report.joint_passes_s += seconds
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        driver.check_partition(forward, kwargs["num_fwd_outputs"])
+        if engine is not None and engine.planning is not None:
+            engine.planning.backward = backward
+        return forward, backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"key": self.key}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.key = state["key"]
+        self._engine = _no_engine
+
+    def uuid(self) -> str:
+        """Covers everything that shapes a graph and is not in it."""
+        return self.key
+
+
+def _no_engine() -> None:
+    """The engine of a partitioner that was pickled."""
+
+
+def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """The Dynamo backend of one compiled model. Dynamo keeps it for good, so it must not keep the engine alive."""
+    engine_of = weakref.ref(engine)
+    partitioner = Partitioner(engine)
+    inductor = name == "inductor"
+
+    def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        engine = engine_of()
+        if engine is None:
+            raise AssertionError("a graph was captured for a model that was deleted")
+        number = engine.report.regions
+        engine.report.regions += 1
+        driver.run_captured_passes(gm, f"{engine.name}.region{number}.captured")
+        if name == "eager":
+            return _uncompiled(engine, number, gm)
+        captured = region.Region(
+            engine,
+            number,
+            _shard_positions(engine, inputs),
+            len(inputs),
+            ends_in_graph_break(gm),
+            _input_grads(engine, inputs),
+            compile_graph_inductor if inductor else _run_as_is,
+            {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
+        )
+        compile_region = compile_region_inductor if inductor else compile_region_aot
+        compiled = compile_region(gm, inputs, captured.compile, partitioner)
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            if torch.is_grad_enabled():
+                captured.calls.watch(results)
+            return results
+
+        return run
+
+    return graphshard
+
+
+def _shard_positions(engine: Engine, inputs: Sequence[Any]) -> dict[int, Shard]:
+    leaves = {id(shard.leaf): shard for shard in engine.shard_at.values()}
+    return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
+
+
+def _input_grads(engine: Engine, inputs: Sequence[Any]) -> int:
+    """How many inputs besides shards need a gradient."""
+    leaves = {id(shard.leaf) for shard in engine.shard_at.values()}
+    return sum(isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves for value in inputs)
+
+
+def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    return boxed_graph(gm)
+
+
+def _uncompiled(engine: Engine, number: int, gm: GraphModule) -> Callable[..., Any]:
+    """Lets a captured graph run as it is; its markers, those of checkpoint regions too, become calls of the engine.
+
+    They are counted in two records, one run for each gather and each reduction.
+    """
+    engine_of = weakref.ref(engine)
+    forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
+    backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
+
+    def gather(leaf: Tensor, spec: str) -> Tensor:
+        engine = engine_of()
+        if engine is None:
+            raise RuntimeError("the compiled model was deleted; keep it until its last backward has run")
+        return engine.gather_in_graph(leaf, forward, backward)
+
+    for graph_module in gm.modules():
+        if isinstance(graph_module, GraphModule) and (markers := unshards(graph_module.graph)):
+            for marker in markers:
+                marker.target = gather
+            graph_module.recompile()
+            if forward not in engine.report.programs:
+                engine.report.programs += [forward, backward]
+    return gm

@@ -1,0 +1,259 @@
+"""Lowers the programs of one region, with the collectives that all ranks have agreed on."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch.fx import GraphModule
+
+from graphshard.agree.consensus import Contracts
+from graphshard.agree.contract import Contract, contract_of
+from graphshard.compat.inductor import generated_code
+from graphshard.compat.results import hide_results
+from graphshard.errors import UnsupportedModel
+from graphshard.faults import compiling
+from graphshard.following.follower import KEPT, Follower
+from graphshard.graph.gather_outputs import with_gather_outputs
+from graphshard.graph.ir import (
+    Direction,
+    PassContext,
+    launch_counts,
+    output_args,
+    reductions,
+    shard_placeholder,
+    unshards,
+)
+from graphshard.graph.plan import Decision
+from graphshard.graph.printer import format_graph
+from graphshard.kernels import fuses_on
+from graphshard.lowering.driver import Lowered
+from graphshard.lowering.within_budget import lower_within_budget
+from graphshard.passes.apply_residency import REJOINED
+from graphshard.plan_file import program_flags
+from graphshard.planner import Problem
+from graphshard.planning.planning import Planning, RegionPlanning
+from graphshard.reporting.measuring import communication_facts
+from graphshard.reporting.report import ProgramRecord, Report
+from graphshard.state.dispatch import KEEP, Binding, Plan, post_forward_ref, usual_flags
+from graphshard.state.holdings import Holdings
+from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
+from graphshard.state.shards import Shard
+from graphshard.state.signatures import ordered_units, places, program_key, shown_state
+
+# Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
+CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
+
+
+class Engine(Protocol):
+    """What is asked of the engine of a model."""
+
+    name: str
+    report: Report
+    planning: Planning | None
+    holdings: Holdings
+    contracts: Contracts
+    follower: Follower
+
+
+E = TypeVar("E", bound=Engine, covariant=True)
+
+
+class RegionPrograms(Generic[E]):
+    """Makes the programs of one region.
+
+    Args:
+        engine: of the model; it is not kept alive.
+        number: of the region.
+        positions: shards by their position among the region's inputs; not kept alive either.
+        num_inputs: number of these inputs.
+        compile_graph: makes code of a lowered graph.
+
+    Attributes:
+        structure_of: tells by which structure other ranks know its programs (see `signatures`).
+        structure: of the forward that it was captured in.
+        leader: the rank that decides its contracts; None: the lowest.
+    """
+
+    def __init__(
+        self, engine: E, number: int, positions: dict[int, Shard], num_inputs: int, compile_graph: CompileGraph
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self.number = number
+        self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
+        self._num_inputs = num_inputs
+        self._compile_graph = compile_graph
+        self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
+        self.structure = ""
+        self.structure_of: Callable[[Binding], str] = lambda binding: ""
+        self.leader: int | None = None
+        planning, note = engine.planning, engine.report.note_once
+        self._planner = None if planning is None else RegionPlanning(planning, number, note)
+
+    @property
+    def engine(self) -> E:
+        """The engine of the model.
+
+        Raises:
+            RuntimeError: if the model was deleted while a backward was still to come.
+        """
+        if (engine := self._engine()) is None:
+            raise RuntimeError("backward: the compiled model was deleted; keep it until its last backward has run")
+        return engine
+
+    def binding(self, graph: MarkedGraph) -> Binding:
+        """The shards that the region was captured with."""
+        found = [self._positions[self._names[name]]() for name, _ in graph.slots]
+        return Binding(tuple(shard for shard in found if shard is not None))
+
+    def keep_units(self, graph: MarkedGraph, backward: GraphModule, binding: Binding) -> None:
+        """Decides which units stay gathered from this forward to its backward."""
+        if self._planner is None:
+            return
+        holdings = self.engine.holdings
+        by_default = frozenset(unit.name for unit in binding.units if holdings.behind_forward(unit) == KEEP)
+        kept = self._planner.keep_units(
+            (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
+            (backward.graph, self._usual_context("backward", backward, binding)),
+            by_default,
+            lambda choose: self.settled(KEPT, binding, choose),
+        )
+        if kept is not None:
+            holdings.decide({unit: unit.name in kept for unit in binding.units})
+
+    def settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
+        """What all ranks do for this region, as one of them decides it."""
+        contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
+        shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        if flags := shown_state(state):
+            shown = f"{shown} [{flags}]"
+        return contracts.settle(program_key(what, self.structure, state), shown, decide, self.leader)
+
+    def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
+        """The context of a graph that gathers and reduces everything."""
+        names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
+        shards = {name: self._positions[self._names[name]]() for name in names}
+        params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
+        fuses = fuses_on(binding.device, self.engine.report.say_once)
+        return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
+
+    def problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
+        """What there would be to plan of a graph that gathers and reduces everything."""
+        ctx = self._usual_context(graph.direction, graph.gm, binding)
+        return None if self._planner is None else self._planner.problem(graph.gm.graph, ctx)
+
+    def check_slots(self, graph: MarkedGraph) -> None:
+        """Raises:
+        UnsupportedModel: a graph gathers what is no parameter of the region.
+        """
+        if graph.direction != "backward":
+            names = [node.name for node in graph.gm.graph.nodes if node.op == "placeholder"]
+            # Tensors that Dynamo kept as attributes come before the inputs.
+            attributes = len(names) - self._num_inputs
+            self._names = {name: position - attributes for position, name in enumerate(names)}
+        for name, _ in graph.slots:
+            if self._names.get(name) not in self._positions:
+                raise UnsupportedModel(
+                    f"region {self.number}: %{name} of the {graph.direction} graph is gathered, but no sharded "
+                    "parameter has its place among the inputs; run this model with `graphshard.eager(model)`"
+                )
+
+    def lower(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        plan: Plan,
+        state: str,
+        late: bool,
+        contract: Contract | None = None,
+        held_bytes: int = 0,
+    ) -> Program:
+        """Makes a program.
+
+        Args:
+            graph: with markers.
+            binding: an example of a call.
+            plan: what it is to do.
+            state: of the units, in words that all ranks have in common.
+            late: whether the compilation of the region is over.
+            contract: that it realises; None: it is asked for, or made.
+            held_bytes: that are held for other programs while it runs.
+        """
+        with compiling(self.engine.name, f"the {graph.direction} of region {self.number}"):
+            params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
+            params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
+            flags = plan.flags
+            number = sum(record.region == self.number for record in self.engine.report.programs)
+            title = (
+                f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
+            )
+            text = f"{graph.part} {flags}".lstrip()
+            named = program_flags(text, self.engine.name)
+            ctx = PassContext(
+                graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once)
+            )
+            if contract is not None:
+                lowered, decision = lower_within_budget(
+                    graph.gm, ctx, title, self._planner, named, contract, held_bytes
+                )
+            else:
+                lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+            start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
+            with graph.state.resumed() if late and graph.state is not None else nullcontext():
+                run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
+            if not late:
+                hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
+            compile_s = time.perf_counter() - start
+            record = ProgramRecord(
+                self.number,
+                graph.direction,
+                text,
+                launch_counts(lowered.gm.graph),
+                lowered.passes_s,
+                compile_s,
+                ir=format_graph(lowered.gm.graph),
+                code=generated_code(run),
+                decision=decision,
+                **communication_facts(lowered.gm.graph, binding.shards),
+            )
+            self.engine.report.programs.append(record)
+            return Program(run, record, plan, contract)
+
+    def _lower_as_agreed(
+        self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
+    ) -> tuple[Lowered, Decision | None, Contract | None]:
+        """The program whose collectives are those of its contract: of this rank's making, or of another's."""
+        made: list[tuple[Lowered, Decision | None]] = []
+        params = places(binding)
+
+        def decide() -> str:
+            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
+            lowered, decision = made[0]
+            return contract_of(lowered.gm.graph, decision, params).text()
+
+        if self._planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
+            decide()
+            return *made[0], None
+        contract = Contract.parse(self.settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
+        self.engine.follower.learn(self.structure, graph.direction, contract)
+        if not made:
+            contract = contract.for_params(params)
+            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
+        return *made[0], contract
+
+    def accumulates_sharded(self, graph: MarkedGraph, binding: Binding) -> str:
+        """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not."""
+        planner = self._planner
+        if planner is None or not planner.budget_is_asked:
+            return ""
+        ctx = self._usual_context("backward", graph.gm, binding)
+        return self.settled("accumulation", binding, lambda: planner.accumulates_sharded(graph.gm.graph, ctx))
+
+
+def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:
+    """Example inputs of a lowered graph: those of the marked one, then the fake values of what a pass has added."""
+    added = [node for node in lowered.graph.nodes if node.op == "placeholder"][len(graph.inputs) :]
+    return [*graph.inputs, *(node.meta["val"] for node in added)]

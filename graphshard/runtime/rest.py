@@ -1,0 +1,62 @@
+"""What a rank that follows a contract does of it outside any graph (see `following`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from graphshard.compat.dynamo import boxed_graph
+from graphshard.following.followed import Followed
+from graphshard.runtime import region
+from graphshard.state.dispatch import Binding
+from graphshard.state.shards import Shard
+
+
+class Engine(region.Engine, Protocol):
+    """What is asked of the engine of a model."""
+
+
+class Rest:
+    """Reads outside graphs, and what no graph of a pass has done.
+
+    Args:
+        engine: of the model.
+        followed: makes and runs programs.
+    """
+
+    def __init__(self, engine: Engine, followed: Followed) -> None:
+        self._engine = engine
+        self._followed = followed
+        engine.follower.finish = followed.finish
+
+    @torch.no_grad()
+    def bring(self, shard: Shard) -> bool:
+        """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
+        follower = self._engine.follower
+        following = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
+        if following is not None:
+            self._followed.bring(following, shard)
+        return following is not None
+
+    @torch.no_grad()
+    def finish_forward(self) -> None:
+        """A forward ends."""
+        follower = self._engine.follower
+        if self._engine.holdings.in_backward:
+            return
+        if follower.forward is not None:
+            self._followed.finish(follower.forward)
+        follower.end_forward()
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """A backward ends."""
+        if (following := self._engine.follower.end_backward()) is not None:
+            self._followed.finish(following)
+
+
+def rest_of_contracts(engine: Engine) -> Rest:
+    """Runs its programs operator by operator, in a region of its own."""
+    own = region.Region(engine, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
+    return Rest(engine, own.followed)

@@ -1,0 +1,209 @@
+"""What a region does around its programs: what it gathers before one, which one it is, what it reduces behind it.
+
+A region that has come apart on this rank alone (see `route`) does the same around its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from graphshard.following.following import Following, members
+from graphshard.following.route import Leg
+from graphshard.fsdp2 import Unit
+from graphshard.graph.ir import Direction
+from graphshard.passes.apply_flags import dead_outputs
+from graphshard.runtime import region_programs
+from graphshard.runtime.prefetch import Prefetch
+from graphshard.runtime.region_programs import RegionPrograms
+from graphshard.state.calls import Backward
+from graphshard.state.dispatch import Binding, UnitState, make_plan
+from graphshard.state.marked_graph import MarkedGraph, Program
+from graphshard.state.signatures import places, state_text
+from graphshard.state.states import backward_states, forward_states, staying_units
+
+
+class Engine(region_programs.Engine, Protocol):
+    """What is asked of the engine of a model."""
+
+    prefetch: Prefetch
+    deferred: list[Callable[[], None]] | None
+
+
+class Turn(NamedTuple):
+    """One run of a backward.
+
+    Attributes:
+        binding: its shards.
+        states: of their units.
+        program: that runs.
+        behind: units whose gradients are reduced behind it.
+        split: units that are reduced as a whole.
+        ended: those of them that no other call of this backward uses.
+    """
+
+    binding: Binding
+    states: list[UnitState]
+    program: Program
+    behind: frozenset[Unit]
+    split: frozenset[Unit]
+    ended: frozenset[Unit]
+
+
+class Turns:
+    """The runs of one region's forwards and backwards.
+
+    Args:
+        made: makes its programs.
+        broken: whether a graph break ends its graph.
+
+    Attributes:
+        backward_graph: of the region, once there is one.
+    """
+
+    def __init__(self, made: RegionPrograms[Engine], broken: bool) -> None:
+        self._made = made
+        self._broken = broken
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
+        self._usual: dict[str, float] = {}  # how many parts of it used each parameter where it was followed
+        self.backward_graph: MarkedGraph | None = None
+
+    def program(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        states: list[UnitState],
+        undefined: frozenset[str] = frozenset(),
+        inputs_only: bool = False,
+        late: bool = True,
+    ) -> Program:
+        """The program for one state of a call; lowered when it is missing."""
+        key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
+        if (program := self._programs.get(key)) is None:
+            names = [name for name, _ in graph.slots]
+            if graph.direction == "forward":
+                self._made.engine.prefetch.say_ignored(binding)
+            plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
+            state = state_text(binding, states, graph.direction == "backward")
+            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
+        return program
+
+    def before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
+        """Gathers what the program does not; returns the program that runs then."""
+        holdings = self._made.engine.holdings
+        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
+        self._made.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
+        holdings.regions_run += 1
+        return self.program(graph, binding, forward_states(holdings, binding))
+
+    def before_backward(
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        asked: Backward,
+        dead: frozenset[int],
+        undefined: frozenset[str] = frozenset(),
+    ) -> Turn:
+        """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
+        engine = self._made.engine
+        split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
+        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
+        behind = frozenset[Unit]()
+        if engine.deferred is None:
+            behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
+        states = backward_states(engine.holdings, graph.reduced, binding, asked, dead, split, behind)
+        if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
+            states = self._with_accumulation(graph, binding, states, split)
+        program = self.program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
+        return Turn(binding, states, program, behind, split, split - asked.units_again)
+
+    def behind_backward(self, turn: Turn) -> None:
+        """Reduces what the program has left, and frees what was gathered for it."""
+        holdings = self._made.engine.holdings
+        _free(turn.binding)  # another call will gather it again
+        for unit in turn.behind:
+            holdings.launch_reduction(unit)
+        if turn.ended:
+            holdings.end_split(turn.ended)
+
+    def _with_accumulation(
+        self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
+    ) -> list[UnitState]:
+        """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
+        why = self._made.accumulates_sharded(graph, binding)
+        if not why:
+            return states
+        self._made.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+        return [
+            state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
+            for unit, state in zip(binding.units, states, strict=True)
+        ]
+
+    def dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str], inputs_only: bool) -> frozenset[int]:
+        """Positions of results that have no gradient when these tangents have none, or no parameter is to get one."""
+        if not undefined and not inputs_only:
+            return frozenset()
+        key = (graph.part, undefined, inputs_only)
+        if key not in self._dead:
+            self._dead[key] = frozenset(dead_outputs(graph.gm.graph, undefined, inputs_only))
+        return self._dead[key]
+
+    # -- a region that has come apart on this rank (see `route`)
+
+    def known_as(self, leg: Leg) -> Following | None:
+        """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
+        if self._made.structure_of(leg.binding) != leg.structure:  # frozen meanwhile: others have another graph of it
+            return None
+        if leg.program.contract is None or (leg.graph.direction == "forward" and not self._knows_backward_of(leg)):
+            return None
+        following = _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
+        following.brought = frozenset(following.shards) - frozenset(members(following.contract.buckets, "gather"))
+        return following
+
+    def _knows_backward_of(self, leg: Leg) -> bool:
+        names = {name for name, _ in leg.graph.slots}
+        return self.backward_graph is not None and all(name in names for name, _ in self.backward_graph.slots)
+
+    def enter(self, leg: Leg) -> Following:
+        """Does what ranks do before the program of a leg; returns what they send then."""
+        program = self.before_forward(leg.graph, leg.binding)
+        following = _sent_for(leg, leg.binding, program, leg.graph.direction)
+        following.usual = self._usual
+
+        def end() -> None:
+            self._usual |= {fqn: max(count, self._usual.get(fqn, 0)) for fqn, count in following.uses.items()}
+            _free(leg.binding)
+
+        following.end = end
+        return following
+
+    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+        """The same of its backward."""
+        graph = self.backward_graph
+        assert graph is not None
+        shard_of = {name: shard for (name, _), shard in zip(leg.graph.slots, leg.binding.shards, strict=True)}
+        binding = Binding(tuple(shard_of[name] for name, _ in graph.slots))
+        dead = self.dead_outputs(graph, frozenset(), asked.inputs_only)
+        turn = self.before_backward(graph, binding, asked, dead)
+        following = _sent_for(leg, binding, turn.program, "backward")
+        following.again = asked.again
+        following.staying = staying_units(binding, turn.states)
+        following.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
+        following.unreduced = turn.behind | turn.split
+        following.end = partial(self.behind_backward, turn)
+        return following
+
+
+def _free(binding: Binding) -> None:
+    for shard in binding.shards:
+        if shard.is_for_one_program:
+            shard.reshard()
+
+
+def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> Following:
+    assert program.contract is not None
+    contract = program.contract.for_params(places(binding))
+    return Following(leg.role(follows=True).whole, contract, direction)

@@ -1,0 +1,143 @@
+"""Calls of regions between forward and backward: what a backward must know of its own call and of the others."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from graphshard.compat.autograd import accumulates_into, compiled_function_node, keeps_graph, will_run
+from graphshard.fsdp2 import Unit
+from graphshard.state.dispatch import Binding
+from graphshard.state.shards import Shard
+from graphshard.state.signatures import Role
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the user called, from outside any forward.
+
+    Attributes:
+        name: of these units, or of the called module's class.
+        units: of the called module itself.
+        partial: units of a list of modules of which the called one holds some, not all: they stay gathered, as FSDP2
+            waits for the others, and their backward ends nothing but them.
+    """
+
+    name: str = ""
+    units: frozenset[Unit] = frozenset()
+    partial: frozenset[Unit] = frozenset()
+
+
+class Call:
+    """One call of a region, from its forward to its backward. The node of autograd's graph owns it.
+
+    Attributes:
+        binding: its shards.
+        entry: what the user called.
+        role: what it is to the other ranks; None: nothing, all ranks do the same by themselves.
+        node: weakly, the node.
+    """
+
+    def __init__(self, binding: Binding, entry: Entry, role: Role | None, node: Any) -> None:
+        self.binding = binding
+        self.entry = entry
+        self.role = role
+        self.node = weakref.ref(node)
+
+    @property
+    def sent(self) -> Binding:
+        """The shards that ranks send for it."""
+        return self.role.whole.binding if self.role is not None and self.role.follows else self.binding
+
+    def follows(self) -> bool:
+        """Whether the running backward reaches this call."""
+        node = self.node()
+        return node is not None and will_run(node)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What the running backward asks of one call.
+
+    Attributes:
+        entry: what the user called in forward.
+        absent: whether each tangent has no gradient.
+        again: shards that a later call of the same backward uses too.
+        units_again: split units (see `Holdings`) of which that is so.
+        inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
+        role: of the call.
+    """
+
+    entry: Entry = Entry()
+    absent: tuple[bool, ...] = ()
+    again: frozenset[Shard] = field(default_factory=frozenset)
+    units_again: frozenset[Unit] = field(default_factory=frozenset)
+    inputs_only: bool = False
+    role: Role | None = None
+
+
+class Calls:
+    """The calls of one region.
+
+    Args:
+        live: all calls of the model whose backward is still to come.
+        split: the model's split units.
+        region: number of the region.
+    """
+
+    def __init__(self, live: weakref.WeakSet[Call], split: set[Unit], region: int) -> None:
+        self._live = live
+        self._split = split
+        self._region = region
+        self._local = threading.local()  # autograd runs a device's backward in a thread of its own
+
+    def begin(self, binding: Binding, entry: Entry, role: Role | None = None) -> None:
+        """Is told the shards of the forward that runs now, what the user called, and what it is to other ranks."""
+        self._local.begun = binding, entry, role
+
+    def watch(self, results: Sequence[Any]) -> None:
+        """Watches the autograd node behind a call's results."""
+        outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
+        node = compiled_function_node(outputs)
+        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None)
+        if node is not None:
+            numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
+            binding, entry, role = begun
+            call = Call(binding, entry, role, node)
+            self._live.add(call)
+            node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
+
+    def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int], call: Call) -> None:
+        if keeps_graph():
+            raise RuntimeError(
+                f"backward: got retain_graph=True or create_graph=True for compiled region {self._region}, "
+                "which frees what forward saved. "
+                "Add the losses and call backward once, or run this model under `with graphshard.eager(model):`"
+            )
+        self._live.discard(call)
+        binding, again = call.binding, frozenset[Shard]()
+        split, units_again = binding.parts & self._split, frozenset[Unit]()
+        for other in self._live:
+            shared, units = binding.overlap(other.sent), split & other.binding.unit_set
+            if not (shared <= again and units <= units_again) and other.follows():
+                again, units_again = again | shared, units_again | units
+        leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
+        inputs_only = leaf is not None and not accumulates_into(leaf)
+        self._local.backward = Backward(
+            call.entry,
+            tuple(grads[i] is None for i in numbers),
+            again,
+            units_again,
+            inputs_only,
+            call.role,
+        )
+
+    def backward(self) -> Backward:
+        """What the backward that runs now asks, as its node has seen just before."""
+        found: Backward | None = self._local.__dict__.pop("backward", None)
+        return found or Backward()

@@ -1,0 +1,266 @@
+"""Leaves: plain tensors that stand for sharded parameters while a model runs compiled.
+
+A leaf shares storage with FSDP2's padded flat shard, so it has one size on all ranks and optimizer steps show in it.
+Autograd puts a reduced gradient on the leaf; a hook hands it on to the DTensor parameter. A shard also holds what
+outlives a program: a gathered value that stays, gradients that are not reduced yet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphshard.compat.tensors import keep_static, version
+from graphshard.fsdp2 import ShardedParam, Unit
+from graphshard.graph.ir import ParamRef
+from graphshard.graph.markers import ShardSpec
+from graphshard.reporting.report import Report
+
+# What a shard holds, as bits: programs are chosen by them.
+RESIDENT, POST_FORWARD, HELD, PENDING, PARTIAL = 1, 2, 4, 8, 16
+
+
+class Shard:
+    """One sharded parameter of a compiled model.
+
+    Attributes:
+        leaf: flat padded shard `[N]`, a leaf of autograd.
+        full: the gathered parameter, while it stays gathered between programs; or None.
+        post_forward: its shard over a smaller group, between forward and backward; or None.
+        held: accumulated gradient that is not reduced yet, full size, in the unit's reduce dtype; or None.
+        pending: the sum of gradients of calls that the running backward reached, while it will reach another call;
+            full size, in the gradient's dtype; or None.
+        partial: gradient `[N]` reduced over the shards but not over their copies, in the reduce dtype; or None.
+    """
+
+    def __init__(self, param: ShardedParam, unit: Unit, fqn: str, index: int, report: Report) -> None:
+        self.param = param
+        self.unit = unit
+        self.fqn = fqn
+        self.index = index
+        self.report = report
+        self.full: Tensor | None = None
+        self.post_forward: Tensor | None = None
+        self.held: Tensor | None = None
+        self.pending: Tensor | None = None
+        self.partial: Tensor | None = None
+        self._versions = (0, 0)  # how often it was written, when it was gathered
+        self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
+        self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
+        self._source = param.flat_shard
+        self.leaf = self._make_leaf()
+
+    def _make_leaf(self) -> Tensor:
+        self._source, self._whole = self.param.flat_shard, None
+        trainable = self.param.parameter.requires_grad
+        leaf = self._source.detach().requires_grad_(trainable)
+        keep_static(leaf)
+        if trainable:
+            leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
+        return leaf
+
+    def renew(self) -> None:
+        """Makes a new leaf if the parameter's storage or `requires_grad` changed: `to(dtype)`,
+        `load_state_dict(assign=True)`.
+
+        Raises:
+            RuntimeError: if an unreduced gradient of another dtype or size is held.
+        """
+        if self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad:
+            return
+        if self.held is not None or self.partial is not None:
+            raise RuntimeError(
+                f"{self.fqn}: its parameter changed while an unreduced gradient was held; run one backward with "
+                "set_requires_gradient_sync(True) before"
+            )
+        self.reshard()
+        self.leaf = self._make_leaf()
+
+    def marker_args(self) -> tuple[Any, ...]:
+        """Arguments of `graphshard::unshard` for this parameter, then its tensor-parallel layout if it has one."""
+        args = (self.leaf, str(self.spec()))
+        if (layout := self.param.layout) is None:
+            return args
+        mesh, placements, size, stride = layout
+        return *args, mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride))
+
+    def spec(self) -> ShardSpec:
+        """How this parameter is sharded."""
+        param, unit = self.param, self.unit
+        return ShardSpec(
+            param.size,
+            param.param_dtype,
+            param.reduce_dtype,
+            param.dim,
+            unit.world_size,
+            unit.group_name,
+            unit.replicas,
+            unit.replicate_group_name,
+            param.offloaded_from,
+        )
+
+    def ref(self) -> ParamRef:
+        """What passes may know of this parameter."""
+        return ParamRef(
+            self.fqn,
+            self.unit.name,
+            self.index,
+            self.param.size,
+            self.leaf.numel(),
+            self.param.parameter.dtype,
+            self.param.adds_in_reduce_dtype,
+            self.param.dim,
+            self.unit.post_forward,
+        )
+
+    @property
+    def bits(self) -> int:
+        """What is held now."""
+        return (
+            (self.full is not None) * RESIDENT
+            | (self.post_forward is not None) * POST_FORWARD
+            | (self.held is not None) * HELD
+            | (self.pending is not None) * PENDING
+            | (self.partial is not None) * PARTIAL
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is held at full size."""
+        return sum(value.nbytes for value in (self.full, self.held, self.pending) if value is not None)
+
+    # -- gathered values that stay
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is the gathered parameter: no other shards, no cast, no other device."""
+        param = self.param
+        return self.unit.world_size == 1 and param.param_dtype == self.leaf.dtype and not param.offloaded_from
+
+    def stay(self, full: Tensor) -> None:
+        """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
+        self.keep(full)
+        self._register(self.param.as_registered(full))
+
+    def keep(self, full: Tensor) -> None:
+        """Keeps a gathered value for the next program, unregistered: it is for that program alone."""
+        self.full, self.post_forward, self._versions = full, None, self.written()
+
+    @property
+    def is_for_one_program(self) -> bool:
+        """Whether what is gathered is for the next program alone."""
+        return self.full is not None and self._registered is None
+
+    def stay_whole(self) -> None:
+        """The same for a parameter that is whole on this rank: nothing is kept."""
+        if self._registered is None:
+            if self._whole is None:
+                self._whole = self.param.as_registered(self.leaf.detach().view(self.param.size))
+            self._register(self._whole)
+
+    def stay_post_forward(self, shard: Tensor) -> None:
+        """Keeps a post-forward shard `[n]`."""
+        self.full, self.post_forward, self._versions = None, shard, self.written()
+        self._register(self.param.as_registered_post_forward(shard))
+
+    def is_outdated(self) -> bool:
+        """Whether the parameter was written since what stays was gathered."""
+        return (self.full is not None or self.post_forward is not None) and self.written() != self._versions
+
+    def written(self) -> tuple[int, int]:
+        """How often the parameter was written: the same numbers mean the same values."""
+        # Optimizers write through the DTensor, which counts them alone; others write its local tensor.
+        return version(self.param.parameter), version(self.leaf)
+
+    def reshard(self) -> None:
+        """Frees what stayed, and registers the sharded parameter."""
+        self.full = self.post_forward = None
+        if self._registered is not None:
+            self._registered = None
+            self.param.register(self.param.parameter)
+
+    def _register(self, parameter: nn.Parameter) -> None:
+        self._registered = parameter
+        self.param.register(parameter)
+
+    def is_registered(self, parameter: object) -> bool:
+        """Whether `parameter` stands for this one, sharded or gathered."""
+        return parameter is self._registered or self.param.is_registered(parameter)
+
+    # -- gradients
+
+    def hold(self, grad: Tensor, shared: bool) -> None:
+        """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place.
+
+        Args:
+            grad: full gradient.
+            shared: whether something else may hold memory of `grad`.
+        """
+        if self.held is None:
+            held = grad.to(self.param.reduce_dtype).contiguous()  # a convolution's comes in other strides
+            self.held = held.clone() if held is grad and shared else held
+        else:
+            self.held += grad.to(self.param.reduce_dtype) if self.param.adds_in_reduce_dtype else grad
+
+    def add_pending(self, grad: Tensor, shared: bool) -> None:
+        """Adds the gradient of one call to those of other calls in the same backward, as autograd does."""
+        if self.pending is None:
+            pending = grad.contiguous()
+            self.pending = pending.clone() if pending is grad and shared else pending
+        else:
+            self.pending = self.pending + grad
+
+    def drop_grads(self) -> None:
+        """Forgets all that is not reduced yet."""
+        self.held = self.pending = self.partial = None
+
+
+def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
+    """The gradient hook of a leaf. It does not keep the shard alive: Python cannot see a cycle through a tensor's
+    hooks.
+    """
+    shard_of = weakref.ref(shard)
+
+    def hand_over(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        shard = shard_of()
+        if grad is not None and shard is not None:  # None: the program left it unreduced, or none flowed
+            shard.param.deliver_grad(grad)
+
+    return hand_over
+
+
+class ParameterWatch:
+    """Notices, before a forward, what happened to parameters since the last one. A tight loop: it runs in every
+    step.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        # (shard, its parameter, the flat shard it had, whether it was trainable, where it is registered, its name)
+        self._seen = [
+            (shard, shard.param, shard.param.flat_shard, shard.param.parameter.requires_grad, registered, name)
+            for shard in shards
+            for registered, name in shard.param.places
+        ]
+
+    def changed(self) -> bool:
+        """Whether a flat shard is another tensor, or a parameter is trainable where it was not, or the reverse.
+
+        Raises:
+            RuntimeError: for a parameter that was replaced in its module.
+        """
+        changed = False
+        for shard, param, flat, trainable, registered, name in self._seen:
+            parameter = param.parameter
+            if param.flat_shard is not flat or parameter.requires_grad is not trainable:
+                changed = True
+            found = registered.get(name)
+            if found is not parameter and not shard.is_registered(found):
+                raise RuntimeError(
+                    f"parameter '{shard.fqn}' was replaced after compile: got a {type(found).__name__} that FSDP2 does "
+                    "not shard; copy values into the parameter instead (load_state_dict, or copy_ under no_grad)"
+                )
+        return changed

@@ -1,0 +1,129 @@
+"""Names of programs that are the same on every rank, whatever graph a rank has lowered them from.
+
+A forward is known by the parameters that it uses and by the state that it runs in; a backward by those of its forward,
+since what a backward still needs is the partitioner's choice, which depends on shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from graphshard.agree.contract import Place
+from graphshard.fsdp2 import Unit
+from graphshard.fsdp2.settings import DEFAULT_SETTINGS
+from graphshard.graph.ir import Direction
+from graphshard.state.dispatch import REACHED, RESHARD, Binding, UnitState
+
+
+@dataclass(frozen=True)
+class WholeCall:
+    """A call that one graph covers on the ranks that decided its contract.
+
+    Attributes:
+        structure: of its forward (see `structure`).
+        binding: its shards.
+        leader: the rank that decides its contracts; None: the lowest.
+        direction: of its forward: ``"forward"``, or ``"inference"`` where nothing in it needs a gradient.
+    """
+
+    structure: str
+    binding: Binding
+    leader: int | None
+    direction: Direction
+
+
+@dataclass
+class Role:
+    """What a call of this rank is to the other ranks.
+
+    Attributes:
+        whole: the call as they make it.
+        follows: whether this rank's programs are parts of that, or use fewer parameters.
+        leg: of a call that is in parts on all ranks, that which it is (see `route`).
+    """
+
+    whole: WholeCall
+    follows: bool
+    leg: object = None
+
+
+def ordered_units(binding: Binding) -> list[Unit]:
+    """The units of a call in the model's order, which is not that of its graph."""
+    return sorted(binding.units, key=lambda unit: unit.position)
+
+
+def places(binding: Binding) -> list[Place]:
+    """The parameters of a call, as contracts know them."""
+    ordinals = {unit: number for number, unit in enumerate(ordered_units(binding))}
+    found = {Place(ordinals[shard.unit], shard.index, shard.fqn) for shard in binding.shards}
+    return sorted(found, key=lambda place: (place.unit, place.index))
+
+
+def structure(binding: Binding, input_grads: int, is_whole: bool) -> str:
+    """The parameters of a call.
+
+    Args:
+        binding: the call's shards.
+        input_grads: how many of its inputs need a gradient: where none does, a backward gathers less.
+        is_whole: whether it is all that the user called. Then units count by name, for ranks may use other ones that
+            are equal; parts of a call come in one order on all ranks, and equal blocks share them.
+    """
+    found = [f"{input_grads} inputs need gradients"]
+    for unit in ordered_units(binding):
+        if unit.reduce_unused:  # gathered and reduced outside: ranks may use other parameters of it
+            continue
+        own = sorted((s.index, s.param.size, s.leaf.requires_grad) for s in binding.shards if s.unit is unit)
+        if is_whole:
+            found.append(unit.name)
+        said = (f"{i}: {'x'.join(map(str, size))}{'' if trainable else ' frozen'}" for i, size, trainable in own)
+        found.append(", ".join(said))
+    return "; ".join(found)
+
+
+def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = False) -> str:
+    """Where the units of a call are not in their usual state; names no process group, which siblings have others of.
+
+    Of a backward, what is frozen does not count: whether its graph has it at all is the partitioner's choice.
+    """
+    counts = {shard for shard in binding.shards if shard.leaf.requires_grad or not backward}
+    state_of = dict(zip(binding.units, states, strict=True))
+    slots_of = dict(zip(binding.units, binding.slots, strict=True))
+    ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
+    found = []
+    for unit in ordered_units(binding):
+        state = state_of[unit]
+        if unit.reduce_unused:
+            found.append(f"{ordinals[unit.name]}: outside")
+            continue
+        if not any(shard.unit is unit for shard in counts):
+            continue
+        settings = replace(state.settings, forward_prefetch=(), backward_prefetch=(), scatter_group="")
+        said = [] if settings == DEFAULT_SETTINGS else [str(settings)]
+        for chosen in (state.settings.forward_prefetch, state.settings.backward_prefetch):
+            said.append(",".join(str(ordinals.get(name, "")) for name in chosen))
+        said.append(f"behind {state.behind}" if state.behind != RESHARD else "")
+        said.append("" if state.reduces else "unreduced")
+        said.append(f"over {state.post_forward[0]}" if state.post_forward else "")
+        bits = zip(slots_of[unit], state.slots, strict=True) if state.slots else ()
+        unusual = sorted(
+            (binding.shards[slot].index, held)
+            for slot, held in bits
+            if binding.shards[slot] in counts and held not in (0, REACHED)
+        )
+        said.append(str(unusual) if unusual else "")
+        if any(said):
+            found.append(f"{ordinals[unit.name]}: {' '.join(filter(None, said))}")
+    return "; ".join(found)
+
+
+def shown_state(text: str) -> str:
+    """What users have set, of `state_text`: not what the shards hold."""
+    words = (re.sub(r" *(behind \d|\[\(.*?\)\])", "", unit) for unit in text.split("; "))
+    return "; ".join(unit for unit in words if not unit.endswith(":") and unit)
+
+
+def program_key(what: str, structure: str, state: str) -> str:
+    """The key of a program's contract, or of another decision about its region (`what`)."""
+    return f"{what}\n{structure}\n{state}"
