@@ -42,20 +42,20 @@ class Agreeing:
             default_store().set("bench/port", str(server.port))
         port = int(default_store().get("bench/port"))
         store = server if leads else TCPStore("127.0.0.1", port, is_master=False)
-        self._contracts = posted_contracts(store, "bench", "Bench", rank, ranks)
-        self._contracts.settle("open", "the first decision", lambda: "")
+        self._consensus = posted_contracts(store, "bench", "Bench", rank, ranks)
+        self._consensus.settle("open", "the first decision", lambda: "")
 
     def measure(self) -> AgreementTime:
         """Agrees, then trains."""
         first = [self._timed(partial(self._settle, f"program {number}")) for number in range(REPEATS)]
         elections = [
-            self._timed(partial(self._contracts.elect, f"entry {number}", "the forward", "structure"))
+            self._timed(partial(self._consensus.elect, f"entry {number}", "the forward", "structure"))
             for number in range(REPEATS)
         ]
         return AgreementTime(tuple(first), tuple(elections), len(self._text), _operations_in_steady_state())
 
     def _settle(self, key: str) -> Contract:
-        return Contract.parse(self._contracts.settle(key, "the forward", lambda: self._text))
+        return Contract.parse(self._consensus.settle(key, "the forward", lambda: self._text))
 
     @staticmethod
     def _timed(ask: Callable[[], object]) -> float:

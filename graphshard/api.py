@@ -27,7 +27,8 @@ from graphshard.planning.options import PLANS, make_planning
 from graphshard.planning.planned_programs import planned_so_far
 from graphshard.reporting.report import Report
 from graphshard.runtime.backend import BACKENDS
-from graphshard.runtime.engine import Engine, Options
+from graphshard.runtime.engine import Engine
+from graphshard.runtime.entry_points import Options
 
 REGIONS = ("model", "unit")
 STRATEGIES = ("fully_shard", "replicate")
@@ -165,8 +166,8 @@ def compile(
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *compares, *planning.settings)
-    planning.posts = post_settings(engine.name, engine.units, settings)
-    watch(engine, deadline_s)
+    planning.posts = post_settings(engine.context.name, engine.units, settings)
+    watch(engine, engine.context, engine.units, deadline_s)
     return model
 
 
@@ -330,7 +331,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         ValueError: `model` is not compiled.
     """
-    return need_engine(model, "graphshard.report").report
+    return need_engine(model, "graphshard.report").context.report
 
 
 def save_plan(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -352,7 +353,11 @@ def save_plan(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{where}: path: got {type(path).__name__}, want the path of a file")
     engine = need_engine(model, where)
-    plan = None if engine.planning is None else planned_so_far(engine.planning, engine.report, engine.name)
+    plan = (
+        None
+        if engine.context.planning is None
+        else planned_so_far(engine.context.planning, engine.context.report, engine.context.name)
+    )
     if plan is None or not plan.programs:
         raise ValueError(
             f"{where}: got a model that has planned no program yet; run a step before (what is gathered between "

@@ -26,9 +26,9 @@ def explain(model: nn.Module) -> Explanation:
         ValueError: `model` is not compiled.
     """
     engine = need_engine(model, "graphshard.explain")
-    planning = engine.planning
+    planning = engine.context.planning
     programs, notes = [], []
-    for record in engine.report.programs:
+    for record in engine.context.report.programs:
         planned = _planned(record, planning.mode if planning is not None else "fsdp2")
         if planned is not None:
             programs.append(planned)
@@ -39,7 +39,9 @@ def explain(model: nn.Module) -> Explanation:
             "times are predicted; `with graphshard.measure(model):` around some steps puts measured ones beside"
         )
     hardware = planning.scene.cost.hardware.name if planning is not None else "none"
-    return Explanation(tuple(programs), hardware, (*notes, *engine.report.fallbacks, *engine.report.notes))
+    return Explanation(
+        tuple(programs), hardware, (*notes, *engine.context.report.fallbacks, *engine.context.report.notes)
+    )
 
 
 def _planned(record: ProgramRecord, plan: str) -> PlannedProgram | None:
@@ -79,4 +81,4 @@ def measure(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:  # torch's profiler crashes when it stops while a thread of gloo still runs a collective
-            engine.holdings.settle()
+            engine.holdings.gathers.settle()

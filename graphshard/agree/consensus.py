@@ -39,7 +39,7 @@ class Election:
     alike: bool
 
 
-class Contracts:
+class Consensus:
     """The decisions of one model, by key.
 
     Args:
@@ -257,15 +257,15 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def contracts_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Contracts:
+def consensus_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> Consensus:
     """Those of a model that `ranks` share, this one among them."""
     if len(ranks) < 2 or without_peers(group):
-        return Contracts(None)
+        return Consensus(None)
     names = hashlib.sha256(",".join(map(str, sorted(ranks))).encode()).hexdigest()[:12]
     return posted_contracts(default_store(), f"graphshard/contract/{names}/{model}", model, dist.get_rank(), ranks)
 
 
-def posted_contracts(store: Store, prefix: str, model: str, rank: int, ranks: Sequence[int]) -> Contracts:
+def posted_contracts(store: Store, prefix: str, model: str, rank: int, ranks: Sequence[int]) -> Consensus:
     """The same, with a store. The lowest rank shows at once that it is there."""
     posted = post(store, prefix, f"the contracts of {model}", rank, ranks, [model], subject="the models they compile")
-    return Contracts(RankStore(store, f"contract: rank {rank}"), prefix, rank, ranks, posted=posted)
+    return Consensus(RankStore(store, f"contract: rank {rank}"), prefix, rank, ranks, posted=posted)

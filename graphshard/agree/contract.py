@@ -18,7 +18,7 @@ from graphshard.plan_file.decoding import decode
 
 
 @dataclass(frozen=True)
-class Place:
+class ContractParam:
     """A parameter of a program, for programs of equal blocks to find their own: ordinal of its unit, index in it."""
 
     unit: int
@@ -39,7 +39,7 @@ class Contract:
 
     buckets: tuple[PlannedBucket, ...]
     steps: tuple[PlannedStep, ...]
-    params: tuple[Place, ...]
+    params: tuple[ContractParam, ...]
     chosen: str = "fsdp2"
 
     def text(self) -> str:
@@ -56,7 +56,7 @@ class Contract:
         found: Contract = decode(Contract, json.loads(text), "contract")
         return found
 
-    def for_params(self, params: Sequence[Place]) -> Contract:
+    def for_params(self, params: Sequence[ContractParam]) -> Contract:
         """The same for the parameters of an equal block."""
         own = {(place.unit, place.index): place.fqn for place in params}
         names = {place.fqn: own.get((place.unit, place.index), place.fqn) for place in self.params}
@@ -76,7 +76,7 @@ def _renamed(member: str, names: Mapping[str, str]) -> str:
     return names.get(fqn, fqn) + mark + number
 
 
-def contract_of(graph: Graph, decision: Decision | None, params: Sequence[Place]) -> Contract:
+def contract_of(graph: Graph, decision: Decision | None, params: Sequence[ContractParam]) -> Contract:
     """What a lowered graph launches. `decision`: that it was lowered by, if there was one."""
     planned = {} if decision is None else {bucket.name: bucket for bucket in decision.plan.buckets}
     buckets: list[PlannedBucket] = []

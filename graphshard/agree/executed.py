@@ -33,7 +33,7 @@ _OF_GROUPS = {"subject": "what their process groups have found", "advice": "want
 _NAMED_RANKS = 8
 
 
-class Waits(Protocol):
+class HasDeadline(Protocol):
     """What knows how long to wait for the other ranks."""
 
     deadline_s: float
@@ -111,7 +111,7 @@ class Executed:
         groups: Mapping[str, Sequence[int]],
         ranks: Sequence[int],
         store: Store,
-        waits: Waits,
+        waits: HasDeadline,
     ) -> None:
         self._model = model
         self._every = every
@@ -266,7 +266,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{', ...' if len(ranks) > _NAMED_RANKS else ''}"
 
 
-def executed_of(model: str, every: int | None, units: Iterable[Unit], waits: Waits) -> Executed | None:
+def executed_of(model: str, every: int | None, units: Iterable[Unit], waits: HasDeadline) -> Executed | None:
     """That of a model; None: nothing is to be compared, or there is nobody to compare with.
 
     Args:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from graphshard import env
 from graphshard.agree.agreement import WITHOUT_PEERS
-from graphshard.agree.consensus import Contracts
+from graphshard.agree.consensus import Consensus
+from graphshard.agree.executed import HasDeadline
 from graphshard.agree.rank_store import Store
 from graphshard.compat.groups import resolve_process_group, timeout_s
 from graphshard.compat.store import default_store, own_connection
@@ -33,29 +34,20 @@ _CONNECTION_TIMEOUT_S = 10.0
 _FIRST_S = 10.0
 
 
-class Waits(Protocol):
-    """What waits for the other ranks."""
-
-    deadline_s: float
-
-
-class Engine(Protocol):
-    """What is asked of the engine of a model."""
+class WatchedModel(Protocol):
+    """What is asked of a model."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def units(self) -> Sequence[Unit]: ...
-
-    @property
     def report(self) -> Report: ...
 
     @property
-    def contracts(self) -> Contracts: ...
+    def consensus(self) -> Consensus: ...
 
     @property
-    def planning(self) -> Waits | None: ...
+    def planning(self) -> HasDeadline | None: ...
 
 
 def check_deadline(deadline_s: object) -> None:
@@ -78,26 +70,28 @@ def default_deadline_s(group_timeout_s: float) -> float:
     return group_timeout_s - _MARGIN_S
 
 
-def watch(engine: Engine, deadline_s: float | None) -> None:
+def watch(owner: object, model: WatchedModel, units: Sequence[Unit], deadline_s: float | None) -> None:
     """Watches the programs of a model, if it has peers.
 
     Args:
-        engine: of the model.
+        owner: the model is watched as long as it lives.
+        model: with programs to watch.
+        units: of the model.
         deadline_s: most seconds that a launch or wait may take; None: `default_deadline_s` of its process groups.
     """
-    groups = _groups_with_peers(engine.units)
+    groups = _groups_with_peers(units)
     if not groups:
         return
     timeout = min(timeout_s(group, device) for group, device in groups)
     if deadline_s is not None and deadline_s >= timeout:
-        engine.report.say_once(
+        model.report.say_once(
             f"deadline_s: got {deadline_s:g} s, but the process group gives up after {timeout:g} s, before it; want "
             "less, or give init_process_group a longer timeout"
         )
     deadline = default_deadline_s(timeout) if deadline_s is None else float(deadline_s)
     folder = env.fault_dir()
     if reason := check_folder(folder):
-        engine.report.say_once(
+        model.report.say_once(
             f"GRAPHSHARD_FAULTS: ranks that hang or die cannot leave dumps in '{folder}': {reason}; set it to a folder "
             "that can be written"
         )
@@ -106,19 +100,19 @@ def watch(engine: Engine, deadline_s: float | None) -> None:
         try:
             store: Store = own_connection(_CONNECTION_TIMEOUT_S)
         except (RuntimeError, NotImplementedError) as error:
-            engine.report.say_once(
+            model.report.say_once(
                 f"watchdog: the store gives no connection of its own ({error}): a rank that hangs is noticed, but the "
                 "others are not asked"
             )
             return None
         return store
 
-    engine.contracts.deadline_s = deadline
-    engine.contracts.is_busy, engine.contracts.waited = is_compiling, waited
-    engine.contracts.waiting = partial(waiting, engine.name)
-    if engine.planning is not None:
-        engine.planning.deadline_s = min(engine.planning.deadline_s, max(deadline, _FIRST_S))
-    watch_model(engine.name, engine, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
+    model.consensus.deadline_s = deadline
+    model.consensus.is_busy, model.consensus.waited = is_compiling, waited
+    model.consensus.waiting = partial(waiting, model.name)
+    if model.planning is not None:
+        model.planning.deadline_s = min(model.planning.deadline_s, max(deadline, _FIRST_S))
+    watch_model(model.name, owner, Watched(deadline, max(deadline, timeout * _PATIENCE)), connect)
 
 
 def is_compiling(rank: int) -> bool:

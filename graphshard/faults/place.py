@@ -24,7 +24,7 @@ _CALLS_OPERATOR = {type(WAIT).__call__.__code__}
 _NAMESPACES = ("_c10d_functional", "graphshard")
 
 
-class Call(NamedTuple):
+class SourceCall(NamedTuple):
     """One launch or wait in a source: ``"launch"`` or ``"wait"``, and its lines, from 1."""
 
     what: str
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def communication_calls(source: str) -> tuple[Call, ...]:
+def communication_calls(source: str) -> tuple[SourceCall, ...]:
     """The launches and waits of a source in the order in which they run; none where it cannot be parsed."""
     try:
         tree = ast.parse(source)
@@ -77,7 +77,7 @@ def communication_calls(source: str) -> tuple[Call, ...]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (what := _communication(node.func)):
             last = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-            found.append((last, Call(what, node.lineno, last[0])))
+            found.append((last, SourceCall(what, node.lineno, last[0])))
     # By their ends: an argument runs before the call that takes it.
     return tuple(call for _, call in sorted(found))
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 from graphshard.agree.contract import Contract
 from graphshard.graph.plan import PlannedBucket
-from graphshard.state.dispatch import REACHED, Binding, UnitState
+from graphshard.state.binding import Binding
 from graphshard.state.shards import RESIDENT, Shard
+from graphshard.state.unit_state import REACHED, UnitState
 
 
 def derived(

@@ -14,25 +14,17 @@ from graphshard.errors import RanksDiffer
 from graphshard.following.following import Following, Part, empty_graph, extended, extra_args, members
 from graphshard.graph.ir import Direction, output_args
 from graphshard.graph.plan import PlannedBucket
-from graphshard.state.calls import Backward
-from graphshard.state.dispatch import (
-    AGAIN,
-    KEEP,
-    LATER,
-    REACHED,
-    RESHARD,
-    STAYS,
-    Binding,
-    UnitState,
-    make_plan,
-)
+from graphshard.state.binding import Binding
+from graphshard.state.calling_convention import CallingConvention, calling_convention
+from graphshard.state.calls import BackwardRequest
 from graphshard.state.holdings import Holdings
 from graphshard.state.marked_graph import MarkedGraph, Program, marked_graph
 from graphshard.state.shards import POST_FORWARD, RESIDENT, Shard
+from graphshard.state.unit_state import AGAIN, KEEP, LATER, REACHED, RESHARD, STAYS, UnitState
 
 
-class Region(Protocol):
-    """What is asked of the region."""
+class Runner(Protocol):
+    """What runs the region's programs."""
 
     number: int
 
@@ -51,7 +43,7 @@ class Programs(Protocol):
         self,
         graph: MarkedGraph,
         binding: Binding,
-        plan: Any,
+        convention: CallingConvention,
         state: str,
         late: bool,
         contract: Contract,
@@ -76,12 +68,12 @@ class Followed:
     """The programs of one region.
 
     Args:
-        region: runs them.
+        runner: runs them.
         made: makes them.
     """
 
-    def __init__(self, region: Region, made: Programs) -> None:
-        self._region = region
+    def __init__(self, runner: Runner, made: Programs) -> None:
+        self._runner = runner
         self._made = made
         self._graphs: dict[tuple[str, str, Part], MarkedGraph] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
@@ -97,7 +89,7 @@ class Followed:
         step = self._forward_step(graph, binding, following)
         results, fulls, _ = self._run(step, graph, args, following)
         self._keep(step, fulls)
-        if not self._region.holdings.in_backward:
+        if not self._runner.holdings.forward.in_backward:
             following.use(binding.shards)
             self._free(following, (*binding.shards, *step.gathers))
         return results
@@ -123,7 +115,7 @@ class Followed:
     def _forward_step(self, graph: MarkedGraph, binding: Binding, following: Following, late: bool = True) -> _Step:
         missing = self._missing(graph, binding, following)
         buckets = following.part(
-            missing, (), lambda shard: True, f"the {graph.direction} of region {self._region.number}"
+            missing, (), lambda shard: True, f"the {graph.direction} of region {self._runner.number}"
         )
 
         def bits(shard: Shard) -> int:
@@ -132,14 +124,14 @@ class Followed:
         return self._step(graph, binding, following, buckets, bits, late=late)
 
     def _keep(self, step: _Step, fulls: Sequence[Tensor]) -> None:
-        holdings = self._region.holdings
+        holdings = self._runner.holdings
         for shard, full in zip((*step.handed, *step.gathers), fulls, strict=True):
-            if not holdings.in_backward and holdings.behind_forward(shard.unit) == KEEP:
+            if not holdings.forward.in_backward and holdings.residency.behind_forward(shard.unit) == KEEP:
                 shard.stay(full)
             else:
                 shard.keep(full)
-            holdings.active.add(shard.unit)
-            holdings.touched.add(shard.unit)
+            holdings.shards.active.add(shard.unit)
+            holdings.forward.touched.add(shard.unit)
 
     # -- backward
 
@@ -149,12 +141,12 @@ class Followed:
         binding: Binding,
         args: list[Any],
         following: Following,
-        asked: Backward,
+        asked: BackwardRequest,
         dead: frozenset[int],
         undefined: frozenset[str],
     ) -> list[Any]:
         """Runs a backward."""
-        holdings = self._region.holdings
+        holdings = self._runner.holdings
         later: set[Shard] = set()
         for call in holdings.calls:
             if call.follows():
@@ -165,7 +157,7 @@ class Followed:
             for slot, position in graph.reduced.items()
             if position not in dead and binding.shards[slot] not in later and reduces[binding.shards[slot].unit]
         }
-        where = f"the backward of region {self._region.number}"
+        where = f"the backward of region {self._runner.number}"
         buckets = following.part(self._missing(graph, binding, following), ready, later.__contains__, where)
         sent = {*members(buckets, "reduce")}
         reached = {binding.shards[slot] for slot, position in graph.reduced.items() if position not in dead}
@@ -180,7 +172,7 @@ class Followed:
         results, fulls, reduced = self._run(step, graph, args, following)
         for shard, full in zip((*step.handed, *step.gathers), fulls, strict=True):
             shard.keep(full)
-            holdings.active.add(shard.unit)
+            holdings.shards.active.add(shard.unit)
         self._deliver(step.reductions, reduced)
         for shard in dict.fromkeys((*binding.shards, *step.gathers)):
             if shard not in later and shard.unit.reshard_after_backward and shard.is_for_one_program:
@@ -207,7 +199,7 @@ class Followed:
             elif direction == "backward":
                 for shard, full in zip(step.gathers, fulls, strict=True):
                     shard.keep(full)
-                    self._region.holdings.active.add(shard.unit)
+                    self._runner.holdings.shards.active.add(shard.unit)
             self._deliver(step.reductions, reduced)
         if direction == "backward":
             self._leave_as_others(following)
@@ -233,7 +225,7 @@ class Followed:
         elif is_held and shard.held is None and shard.pending is None:
             shard.held = torch.zeros(param.size, dtype=param.reduce_dtype, device=device)
         if shard.held is not None or shard.pending is not None:
-            self._region.holdings.active.add(unit)
+            self._runner.holdings.shards.active.add(unit)
 
     # -- both
 
@@ -286,12 +278,12 @@ class Followed:
         states = self._states(whole, len(binding.shards), graph.direction, bits)
         program_key = (*key, whole.grouping, tuple(unit.name for unit in whole.units), *states, undefined, inputs_only)
         if (program := self._programs.get(program_key)) is None:
-            plan = make_plan(
+            convention = calling_convention(
                 [name for name, _ in wider.slots], wider.gathered, wider.reduced, whole, states, undefined, inputs_only
             )
             contract = following.contract_for(part)
             held_bytes = sum(shard.held_bytes for shard in following.shards.values() if shard not in whole.shards)
-            program = self._made.lower(wider, whole, plan, "", late, contract, held_bytes)
+            program = self._made.lower(wider, whole, convention, "", late, contract, held_bytes)
             self._programs[program_key] = program
         return _Step(part, gathers, reductions, handed, whole, program)
 
@@ -314,7 +306,7 @@ class Followed:
         """The graph's own results, what is gathered for others, what is reduced of others."""
         taken = [*args, *extra_args(step.gathers, step.reductions)]
         args.clear()
-        results = self._region.run(step.program, step.binding, taken)
+        results = self._runner.run(step.program, step.binding, taken)
         following.done += len(step.part.buckets)
         first = len(output_args(graph.gm.graph))
         second = first + len(step.handed) + len(step.gathers)

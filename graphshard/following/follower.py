@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from graphshard.agree.consensus import Contracts
 from graphshard.agree.contract import Contract
 from graphshard.compat.autograd import backward_id
 from graphshard.errors import RanksDiffer
@@ -19,37 +18,24 @@ from graphshard.following.route import Leg, Route
 from graphshard.following.variants import Variants
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
-from graphshard.reporting.report import Report
-from graphshard.state.calls import Backward, Call
-from graphshard.state.dispatch import Binding, UnitState
+from graphshard.state.binding import Binding
+from graphshard.state.call_state import backward_states, forward_states, staying_units
+from graphshard.state.calls import BackwardRequest, Call
 from graphshard.state.holdings import Holdings
+from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
 from graphshard.state.signatures import Role, WholeCall, program_key, state_text
-from graphshard.state.states import backward_states, forward_states, staying_units
+from graphshard.state.unit_state import UnitState
 
 KEPT = "units kept for backward"
-
-
-class Engine(Protocol):
-    """What matters here of the engine of a model."""
-
-    report: Report
-    holdings: Holdings
-    contracts: Contracts
-
-    def chooses_kept(self, units: frozenset[Unit]) -> bool:
-        """Whether it is planned which of `units` stay gathered from forward to backward."""
-
-    @property
-    def shards(self) -> Iterable[Shard]:
-        """All of the model."""
 
 
 class Follower:
     """What one rank knows of the calls that other ranks make as a whole.
 
     Args:
-        engine: of the model.
+        context: of the model.
+        holdings: of the model.
         is_on: whether calls can be whole at all.
         follows_legs: whether regions have contracts.
 
@@ -58,15 +44,16 @@ class Follower:
         finish: does what is left of a forward or backward that is followed.
     """
 
-    def __init__(self, engine: Engine, is_on: bool, follows_legs: bool) -> None:
-        self._engine = engine
-        self._is_on = is_on and engine.contracts.has_peers
-        self._follows_legs = engine.contracts.has_peers and follows_legs
+    def __init__(self, context: ModelContext, holdings: Holdings, is_on: bool, follows_legs: bool) -> None:
+        self._context = context
+        self._holdings = holdings
+        self._is_on = is_on and context.consensus.has_peers
+        self._follows_legs = context.consensus.has_peers and follows_legs
         self._variants: dict[str, Variants | None] = {}
         self._latest: dict[tuple[str, str], Contract] = {}
         self._needed: dict[str, frozenset[str]] = {}  # by structure: FQNs of what a backward gathers
         self._numbers: Counter[str] = Counter()  # of calls, by entry
-        self._route = Route(engine.contracts, engine.report.note_once)
+        self._route = Route(context.consensus, context.report.note_once)
         self._module: nn.Module | None = None
         self._is_known = False  # what the running call is
         self._is_in_legs = True  # so it is, as far as known
@@ -80,22 +67,22 @@ class Follower:
 
     def begin_forward(self, module: nn.Module) -> None:
         """An outermost call of `module` begins."""
-        if not self._engine.holdings.in_backward:
+        if not self._holdings.forward.in_backward:
             self._forget_forward()
             self._module = module
-            self._numbers[self._engine.holdings.entry.name] += 1
+            self._numbers[self._holdings.forward.entry.name] += 1
 
     def runs(self, leg: Leg) -> Role | None:
         """Is told that a region runs its own program; returns what that is to other ranks."""
         if not self._is_in_legs:
             return self.role
-        if not self._engine.holdings.in_backward and leg.binding.units:
+        if not self._holdings.forward.in_backward and leg.binding.units:
             self._route.use(leg)
         return leg.role(follows=False)
 
     def may_end(self, unit: Unit) -> bool:
         """Whether what is gathered of a unit may be freed when its module ends: it may not be gathered again."""
-        return self.forward is None or (self._is_in_legs and unit in self._engine.holdings.split)
+        return self.forward is None or (self._is_in_legs and unit in self._holdings.split.units)
 
     def _forget_forward(self) -> None:
         self._route.begin()
@@ -109,8 +96,8 @@ class Follower:
 
     def is_whole(self, broken: bool) -> bool:
         """Whether the region that runs now is all of what the user called."""
-        holdings = self._engine.holdings
-        return not (broken or holdings.nested or holdings.regions_run)
+        holdings = self._holdings
+        return not (broken or holdings.forward.nested or holdings.forward.regions_run)
 
     def of_forward(
         self, direction: Direction, binding: Binding, structure: str, broken: bool, runs: bool = True
@@ -124,8 +111,8 @@ class Follower:
             broken: whether a graph break ends it.
             runs: whether it runs now; else it is compiled.
         """
-        holdings = self._engine.holdings
-        if holdings.in_backward:
+        holdings = self._holdings
+        if holdings.forward.in_backward:
             return None if _is_leg(self._backward_role) else self.backward
         if self._is_on and binding.units and not self._is_known:
             self._is_known = True
@@ -147,29 +134,29 @@ class Follower:
         if leg is None:
             self._route.check_first(self._what, self._number, binding, runs)
         if not runs:
-            return None if leg is None else leg.turns.known_as(leg)
+            return None if leg is None else leg.programs.known_as(leg)
         if self.forward is not None:
             self.finish(self.forward)
         self.forward = self.role = None
         if leg is not None:
             self._route.enter(leg)
             self.role = leg.role(follows=True)
-            self.forward = leg.turns.enter(leg)
+            self.forward = leg.programs.enter(leg)
         return self.forward
 
     @property
     def _what(self) -> str:
         """What the running call is, in words."""
-        return f"the {self.mode} of '{self._engine.holdings.entry.name}'"
+        return f"the {self.mode} of '{self._holdings.forward.entry.name}'"
 
     @property
     def mode(self) -> Direction:
         """What the running call is on all ranks, whatever needs a gradient in a part of it."""
-        return "inference" if self._engine.holdings.is_inference else "forward"
+        return "inference" if self._holdings.forward.is_inference else "forward"
 
     @property
     def _number(self) -> int:
-        return self._numbers[self._engine.holdings.entry.name]
+        return self._numbers[self._holdings.forward.entry.name]
 
     def _role(self, direction: Direction, binding: Binding, structure: str) -> Role | None:
         """What the running call is, by its first region. `structure`: of the whole call; empty: a part."""
@@ -183,7 +170,7 @@ class Follower:
             return variants.role(binding, structure, self._number, direction)
         if not frozenset(binding.shards) <= frozenset(variants.primary.binding.shards):
             return None
-        self._engine.report.note_once(
+        self._context.report.note_once(
             f"{variants.what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by "
             "bucket, in the order of the whole"
         )
@@ -191,31 +178,38 @@ class Follower:
 
     def _meet(self, what: str, direction: Direction, binding: Binding, structure: str) -> Variants | None:
         """Learns how the first call of a kind is on the other ranks; None: a part on all of them."""
-        contracts, report, module = self._engine.contracts, self._engine.report, self._module
-        election = contracts.elect(f"leader\n{what}", what, structure)
+        consensus, report, module = self._context.consensus, self._context.report, self._module
+        election = consensus.elect(f"leader\n{what}", what, structure)
         if (leader := election.leader) is None:
             return None
 
         def everything() -> WholeCall:
             assert module is not None
             inside = {id(inner) for inner in module.modules()}
-            shards = (shard for shard in self._engine.shards if any(id(own) in inside for own, _ in shard.param.owners))
+            shards = (
+                shard for shard in self._holdings.shards if any(id(own) in inside for own, _ in shard.param.owners)
+            )
             return WholeCall(f"all parameters of {what}", _ordered(shards), leader, self.mode)
 
         if not election.alike:  # a part of the model that some ranks do not use: they gather it all the same
-            found = Variants(contracts, what, everything(), everything, report.note_once)
+            found = Variants(consensus, what, everything(), everything, report.note_once)
             found.differs(by_all=True)
             return found
         names = [shard.fqn for shard in binding.shards]
-        text = contracts.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names, direction]), leader)
+        text = consensus.settle(f"whole\n{what}", what, lambda: json.dumps([structure, names, direction]), leader)
         if structure:
             own = WholeCall(structure, binding, leader, direction)
-            return Variants(contracts, what, own, everything, report.note_once)
+            return Variants(consensus, what, own, everything, report.note_once)
         structure, names, of_all = json.loads(text)
         whole = self._whole_of(structure, names, of_all, leader)
-        if whole.direction == "forward" and self._engine.chooses_kept(whole.binding.unit_set):
+        if whole.direction == "forward" and self._chooses_kept(whole.binding.unit_set):
             self._keep_units(whole)
-        return Variants(contracts, what, whole, everything, report.note_once)
+        return Variants(consensus, what, whole, everything, report.note_once)
+
+    def _chooses_kept(self, units: frozenset[Unit]) -> bool:
+        """Whether it is planned which of `units` stay gathered from forward to backward."""
+        planning = self._context.planning
+        return planning is not None and planning.mode != "fsdp2" and self._holdings.shards.is_whole(units)
 
     def _keep_units(self, whole: WholeCall) -> None:
         """Lets the units stay gathered for backward that the deciding rank lets stay."""
@@ -223,17 +217,17 @@ class Follower:
         def decide() -> str:
             raise AssertionError("a rank without the whole graph does not lead its first call")
 
-        text = self._engine.contracts.settle(program_key(KEPT, whole.structure, ""), KEPT, decide, whole.leader)
+        text = self._context.consensus.settle(program_key(KEPT, whole.structure, ""), KEPT, decide, whole.leader)
         if (names := json.loads(text)) is not None:
-            self._engine.holdings.decide({unit: unit.name in names for unit in whole.binding.units})
+            self._holdings.residency.decide({unit: unit.name in names for unit in whole.binding.units})
 
     def _whole_of(self, structure: str, names: list[str], direction: Direction, leader: int) -> WholeCall:
-        by_name = {shard.fqn: shard for shard in self._engine.shards}
+        by_name = {shard.fqn: shard for shard in self._holdings.shards}
         if missing := [name for name in names if name not in by_name]:
             raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
         return WholeCall(structure, _ordered(by_name[name] for name in names), leader, direction)
 
-    def of_backward(self, asked: Backward) -> Following | None:
+    def of_backward(self, asked: BackwardRequest) -> Following | None:
         """What the running backward follows; None: nothing, as its forward.
 
         Raises:
@@ -245,7 +239,7 @@ class Follower:
         if role is self._backward_role or (role is None and not _is_leg(self._backward_role)):
             return self.backward
         if self.backward is not None:  # of a later call, which ends before this one on the other ranks
-            if any(call.role is self._backward_role and call.follows() for call in self._engine.holdings.calls):
+            if any(call.role is self._backward_role and call.follows() for call in self._holdings.calls):
                 raise RanksDiffer(
                     "contract: backward comes to an earlier call before it has ended a later one, which a rank whose "
                     "graphs break where those of others do not cannot follow; call backward for each of them"
@@ -255,17 +249,17 @@ class Follower:
         self.backward = self._of_call(role, asked) if role is not None and role.follows else None
         return self.backward
 
-    def _of_call(self, role: Role, asked: Backward) -> Following:
+    def _of_call(self, role: Role, asked: BackwardRequest) -> Following:
         """What the backward of a call follows."""
-        binding, holdings = role.whole.binding, self._engine.holdings
+        binding, holdings = role.whole.binding, self._holdings
         again, units_again = frozenset[Shard](), frozenset[Unit]()
         for call in holdings.calls:
             if call.role is not role and call.follows():
                 again |= binding.overlap(call.sent)
-                units_again |= binding.parts & holdings.split & call.binding.unit_set
-        usual = Backward(asked.entry, (), again, units_again, asked.inputs_only, role)
+                units_again |= binding.parts & holdings.split.units & call.binding.unit_set
+        usual = BackwardRequest(asked.entry, (), again, units_again, asked.inputs_only, role)
         if isinstance(role.leg, Leg):
-            return role.leg.turns.enter_backward(role.leg, usual)
+            return role.leg.programs.enter_backward(role.leg, usual)
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(holdings, reduced, binding, usual, dead, frozenset())
@@ -277,22 +271,22 @@ class Follower:
 
     def reads_outside(self, shard: Shard) -> None:
         """Is told that a parameter is read outside any graph."""
-        if self.forward is None and self._is_in_legs and not self._engine.holdings.in_backward:
+        if self.forward is None and self._is_in_legs and not self._holdings.forward.in_backward:
             self._route.use(shard)
 
     def outside_call(self, shard: Shard, node: Any) -> Call | None:
         """Such a read as a call whose backward is still to come; None: nothing is followed. `node`: of autograd's."""
         if self.forward is None or node is None:
             return None
-        holdings = self._engine.holdings
-        call = Call(Binding((shard,)), holdings.entry, self.role, node)
+        holdings = self._holdings
+        call = Call(Binding((shard,)), holdings.forward.entry, self.role, node)
         holdings.calls.add(call)
         return call
 
     def outside_backward(self, call: Call) -> None:
         """Is told that the gradient of such a read is there."""
-        self._engine.holdings.calls.discard(call)
-        self.of_backward(Backward(call.entry, role=call.role))
+        self._holdings.calls.discard(call)
+        self.of_backward(BackwardRequest(call.entry, role=call.role))
 
     def _following(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> Following:
         state = state_text(whole.binding, states, direction == "backward")
@@ -303,8 +297,8 @@ class Follower:
             needed = self._needed.get(whole.structure) if direction == "backward" else None
             return derived(self._latest.get(base_key), whole.binding, states, direction == "backward", needed).text()
 
-        what = f"the {direction} of '{self._engine.holdings.entry.name}'"
-        contract = Contract.parse(self._engine.contracts.settle(key, what, decide, whole.leader))
+        what = f"the {direction} of '{self._holdings.forward.entry.name}'"
+        contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader))
         self.learn(whole.structure, direction, contract)
         return Following(whole, contract, direction)
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from graphshard.agree.agreement import first_difference
-from graphshard.agree.consensus import Contracts
+from graphshard.agree.consensus import Consensus
 from graphshard.errors import RanksDiffer
 from graphshard.following.following import Following
 from graphshard.following.variants import ASKED_TIMES, PATIENCE_S
-from graphshard.state.calls import Backward
-from graphshard.state.dispatch import Binding
+from graphshard.state.binding import Binding
+from graphshard.state.calls import BackwardRequest
 from graphshard.state.marked_graph import MarkedGraph, Program
 from graphshard.state.shards import Shard
 from graphshard.state.signatures import Role, WholeCall
@@ -38,8 +38,8 @@ _FIRST_ADVICE = (
 )
 
 
-class Turns(Protocol):
-    """What is asked of the turns of a region."""
+class LegPrograms(Protocol):
+    """What is asked of what selects the programs of a region."""
 
     def known_as(self, leg: Leg) -> Following | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
@@ -47,7 +47,7 @@ class Turns(Protocol):
     def enter(self, leg: Leg) -> Following:
         """Does what ranks do before the program of a leg; returns what they send then."""
 
-    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> Following:
         """The same of its backward."""
 
 
@@ -56,14 +56,14 @@ class Leg:
     """A region of a call.
 
     Attributes:
-        turns: its.
+        programs: its.
         structure: of its forward (see `signatures`).
         graph: of its forward.
         binding: its shards.
         program: that ran.
     """
 
-    turns: Turns
+    programs: LegPrograms
     structure: str
     graph: MarkedGraph
     binding: Binding
@@ -85,8 +85,8 @@ class Route:
         current: the leg of the running call whose parts run.
     """
 
-    def __init__(self, contracts: Contracts, say: Callable[[str], None]) -> None:
-        self._contracts = contracts
+    def __init__(self, consensus: Consensus, say: Callable[[str], None]) -> None:
+        self._consensus = consensus
         self._say = say
         self._latest: dict[str, tuple[Leg | Shard, ...]] = {}  # by what the calls are, in words
         self._running: list[Leg | Shard] = []
@@ -127,7 +127,7 @@ class Route:
         leg = latest[place] if place < len(latest) else None
         if not isinstance(leg, Leg) or structure == leg.structure or not own <= leg.binding.shard_set:
             return None
-        if leg.turns.known_as(leg) is None:
+        if leg.programs.known_as(leg) is None:
             return None
         if (place, own) not in self._answers:
             taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
@@ -152,9 +152,9 @@ class Route:
             return
         self._checked += 1
         where = f"call {number}, leg {self._checked} of {what}"
-        if not self._contracts.elect(where, where, " ".join(sorted(names))).alike:
+        if not self._consensus.elect(where, where, " ".join(sorted(names))).alike:
             lines = _lines(binding.shards)
-            self._contracts.compare(f"differs\n{where}", where, lines, _SUBJECT, _FIRST_ADVICE)
+            self._consensus.compare(f"differs\n{where}", where, lines, _SUBJECT, _FIRST_ADVICE)
 
     def _all_take(self, what: str, where: str, structure: str) -> bool:
         """Whether all ranks have come to such a part of the call in place of the leg."""
@@ -163,8 +163,8 @@ class Route:
         if self._alike[structure] >= ASKED_TIMES:
             return True
         # Ranks that never ask stand in a collective meanwhile, whose deadline is not to pass.
-        patience_s = min(PATIENCE_S, self._contracts.deadline_s / 4)
-        met = self._contracts.meet(f"{where}\n{what}", what, structure, patience_s)
+        patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4)
+        met = self._consensus.meet(f"{where}\n{what}", what, structure, patience_s)
         if met is not None and met.alike:
             self._alike[structure] += 1
             return True
@@ -191,9 +191,9 @@ class Route:
         if _same(route, latest) or (lines := _lines(_shards(route))) == (before := _lines(_shards(latest))):
             return
         try:
-            self._contracts.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
+            self._consensus.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
         except RanksDiffer as error:  # the other ranks, if they do as before, do not come
-            raise RanksDiffer(f"{error}; on rank {self._contracts.rank} it uses {_change(before, lines)}") from None
+            raise RanksDiffer(f"{error}; on rank {self._consensus.rank} it uses {_change(before, lines)}") from None
 
 
 def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphshard.agree.consensus import Contracts
+from graphshard.agree.consensus import Consensus
 from graphshard.graph.ir import Direction
-from graphshard.state.dispatch import Binding
+from graphshard.state.binding import Binding
 from graphshard.state.signatures import Role, WholeCall
 
 # So often ranks ask about a variant that all of them take; then it is one that they take alike.
@@ -51,13 +51,13 @@ class Variants:
 
     def __init__(
         self,
-        contracts: Contracts,
+        consensus: Consensus,
         what: str,
         primary: WholeCall,
         everything: Callable[[], WholeCall],
         say: Callable[[str], None],
     ) -> None:
-        self._contracts = contracts
+        self._consensus = consensus
         self.what = what
         self.primary = primary
         self._everything = everything
@@ -92,8 +92,8 @@ class Variants:
             return Role(own, follows=False)
         key = f"call {number}\n{self.what}"
         # Those that never ask stand in a collective meanwhile, whose deadline is not to pass.
-        patience_s = min(PATIENCE_S, self._contracts.deadline_s / 4) if fits else None
-        met = self._contracts.meet(key, self.what, structure, patience_s)
+        patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4) if fits else None
+        met = self._consensus.meet(key, self.what, structure, patience_s)
         if met is None:
             role = Role(self.primary, follows=True)
             self._question = _Question(key, role, own)
@@ -116,7 +116,7 @@ class Variants:
             return
         if (device := question.own.binding.device) is not None and device.type != "cpu":
             torch.accelerator.synchronize(device)
-        met = self._contracts.met(question.key)
+        met = self._consensus.met(question.key)
         if met is None or not met.alike:
             self.differs(by_all=met is not None)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,41 +28,36 @@ from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
 from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime import region
+from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 
 
-class Engine(region.Engine, Protocol):
-    """What the backend asks of the engine of a model."""
-
-    def gather_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
-        """Gathers one parameter for a graph that runs uncompiled."""
-
-
 class Partitioner(CustomPartitionerFn):
     """Runs the passes of the joint graph, then AOTAutograd's min-cut.
 
-    Module-level, and pickled without its engine: Inductor puts it into its cache keys.
+    Module-level, and pickled without its model: Inductor puts it into its cache keys.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Callable[[], Engine | None] = weakref.ref(engine)
-        planning = engine.planning
+    def __init__(self, context: ModelContext) -> None:
+        self._context: Callable[[], ModelContext | None] = weakref.ref(context)
+        planning = context.planning
         self.key = f"graphshard-{source_digest()}-{planning.fingerprint if planning else 'fsdp2'}"
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        engine = self._engine()
-        title = "joint" if engine is None else f"{engine.name}.region{engine.report.regions - 1}.joint"
+        context = self._context()
+        title = "joint" if context is None else f"{context.name}.region{context.report.regions - 1}.joint"
         seconds = driver.run_joint_passes(gm, title)
-        if engine is not None:
-            engine.report.joint_passes_s += seconds
+        if context is not None:
+            context.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
-        if engine is not None and engine.planning is not None:
-            engine.planning.backward = backward
+        if context is not None and context.planning is not None:
+            context.planning.backward = backward
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,39 +65,39 @@ class Partitioner(CustomPartitionerFn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.key = state["key"]
-        self._engine = _no_engine
+        self._context = _no_context
 
     def uuid(self) -> str:
         """Covers everything that shapes a graph and is not in it."""
         return self.key
 
 
-def _no_engine() -> None:
-    """The engine of a partitioner that was pickled."""
+def _no_context() -> None:
+    """The model of a partitioner that was pickled."""
 
 
-def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """The Dynamo backend of one compiled model. Dynamo keeps it for good, so it must not keep the engine alive."""
-    engine_of = weakref.ref(engine)
-    partitioner = Partitioner(engine)
+def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """The Dynamo backend of one compiled model. Dynamo keeps it for good, so it must not keep the model alive."""
+    runtime_of = weakref.ref(runtime)
+    partitioner = Partitioner(runtime.context)
     inductor = name == "inductor"
 
     def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        engine = engine_of()
-        if engine is None:
+        runtime = runtime_of()
+        if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
-        number = engine.report.regions
-        engine.report.regions += 1
-        driver.run_captured_passes(gm, f"{engine.name}.region{number}.captured")
+        number = runtime.context.report.regions
+        runtime.context.report.regions += 1
+        driver.run_captured_passes(gm, f"{runtime.context.name}.region{number}.captured")
         if name == "eager":
-            return _uncompiled(engine, number, gm)
+            return _uncompiled(runtime, number, gm)
         captured = region.Region(
-            engine,
+            runtime,
             number,
-            _shard_positions(engine, inputs),
+            _shard_positions(runtime, inputs),
             len(inputs),
             ends_in_graph_break(gm),
-            _input_grads(engine, inputs),
+            _input_grads(runtime, inputs),
             compile_graph_inductor if inductor else _run_as_is,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
@@ -120,14 +115,14 @@ def make_backend(engine: Engine, name: str) -> Callable[[GraphModule, Sequence[A
     return graphshard
 
 
-def _shard_positions(engine: Engine, inputs: Sequence[Any]) -> dict[int, Shard]:
-    leaves = {id(shard.leaf): shard for shard in engine.shard_at.values()}
+def _shard_positions(runtime: ModelRuntime, inputs: Sequence[Any]) -> dict[int, Shard]:
+    leaves = {id(shard.leaf): shard for shard in runtime.holdings.shards}
     return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
 
 
-def _input_grads(engine: Engine, inputs: Sequence[Any]) -> int:
+def _input_grads(runtime: ModelRuntime, inputs: Sequence[Any]) -> int:
     """How many inputs besides shards need a gradient."""
-    leaves = {id(shard.leaf) for shard in engine.shard_at.values()}
+    leaves = {id(shard.leaf) for shard in runtime.holdings.shards}
     return sum(isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves for value in inputs)
 
 
@@ -135,26 +130,26 @@ def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -
     return boxed_graph(gm)
 
 
-def _uncompiled(engine: Engine, number: int, gm: GraphModule) -> Callable[..., Any]:
-    """Lets a captured graph run as it is; its markers, those of checkpoint regions too, become calls of the engine.
+def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable[..., Any]:
+    """Lets a captured graph run as it is; its markers, those of checkpoint regions too, read them one by one.
 
     They are counted in two records, one run for each gather and each reduction.
     """
-    engine_of = weakref.ref(engine)
+    runtime_of = weakref.ref(runtime)
     forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
     backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
 
     def gather(leaf: Tensor, spec: str) -> Tensor:
-        engine = engine_of()
-        if engine is None:
+        runtime = runtime_of()
+        if runtime is None:
             raise RuntimeError("the compiled model was deleted; keep it until its last backward has run")
-        return engine.gather_in_graph(leaf, forward, backward)
+        return runtime.outside.read_in_graph(leaf, forward, backward)
 
     for graph_module in gm.modules():
         if isinstance(graph_module, GraphModule) and (markers := unshards(graph_module.graph)):
             for marker in markers:
                 marker.target = gather
             graph_module.recompile()
-            if forward not in engine.report.programs:
-                engine.report.programs += [forward, backward]
+            if forward not in runtime.context.report.programs:
+                runtime.context.report.programs += [forward, backward]
     return gm

@@ -13,7 +13,7 @@ MAX_ORDERS = 8
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """One region in a pass, the same on every rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class Order(Generic[G]):
     """
 
     kind: str
-    steps: tuple[Step, ...]
+    steps: tuple[PassStep, ...]
     gathers: tuple[dict[str, G], ...]
     agreed: bool = False
     depth: int = 1
@@ -55,7 +55,7 @@ class Order(Generic[G]):
 
 
 @dataclass
-class Walk(Generic[G]):
+class RunningPass(Generic[G]):
     """A pass under way.
 
     Attributes:
@@ -67,11 +67,11 @@ class Walk(Generic[G]):
 
     kind: str
     known: list[Order[G]]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PassStep] = field(default_factory=list)
     gathers: list[dict[str, G]] = field(default_factory=list)
-    expected: Step | None = None
+    expected: PassStep | None = None
 
-    def follow(self, step: Step, gathers: Mapping[str, G]) -> Order[G] | None:
+    def follow(self, step: PassStep, gathers: Mapping[str, G]) -> Order[G] | None:
         """Takes one step; returns the order that is followed, None where there is none."""
         position = len(self.steps)
         self.steps.append(step)
@@ -92,25 +92,25 @@ class Orders(Generic[G]):
     def __init__(self) -> None:
         self._known: dict[str, list[Order[G]]] = {}
 
-    def begin(self, kind: str) -> Walk[G]:
+    def begin(self, kind: str) -> RunningPass[G]:
         """A pass of a kind begins."""
-        return Walk(kind, list(self._known.get(kind, ())))
+        return RunningPass(kind, list(self._known.get(kind, ())))
 
-    def end(self, walk: Walk[G]) -> Order[G] | None:
+    def end(self, running: RunningPass[G]) -> Order[G] | None:
         """A pass has ended; returns its order, known before or new, or None: no more are kept."""
-        if not walk.steps:
+        if not running.steps:
             return None
-        known = self._known.setdefault(walk.kind, [])
-        steps = tuple(walk.steps)
+        known = self._known.setdefault(running.kind, [])
+        steps = tuple(running.steps)
         for order in known:
             if order.steps == steps:
                 known.remove(order)
                 known.insert(0, order)
-                for gathers, latest in zip(order.gathers, walk.gathers, strict=True):
+                for gathers, latest in zip(order.gathers, running.gathers, strict=True):
                     gathers.update(latest)
                 return order
         if len(known) == MAX_ORDERS:
             return None
-        order = Order(walk.kind, steps, tuple(walk.gathers))
+        order = Order(running.kind, steps, tuple(running.gathers))
         known.insert(0, order)
         return order

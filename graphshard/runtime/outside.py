@@ -9,55 +9,82 @@ import torch
 from torch import Tensor
 
 from graphshard.following.follower import Follower
-from graphshard.fsdp2 import Unit
-from graphshard.reporting.report import ProgramRecord
+from graphshard.reporting.report import ProgramRecord, Report
 from graphshard.state.calls import Call
+from graphshard.state.holdings import Holdings
 from graphshard.state.shards import Shard
 from graphshard.state.unit_programs import UnitPrograms
 
 
-class OutsideGathers:
+class OutsideReads:
     """Serves one parameter at a time, gathered once per forward.
 
     Args:
         programs: make and count the collectives.
-        active: units that hold something.
+        holdings: of the model.
         backward_runs: is called by each backward.
         follower: knows what other ranks do meanwhile.
+        report: of the model.
+
+    Attributes:
+        bring: gathers what is read, if this forward follows a contract; returns whether it does.
     """
 
     def __init__(
-        self, programs: UnitPrograms, active: set[Unit], backward_runs: Callable[[], None], follower: Follower
+        self,
+        programs: UnitPrograms,
+        holdings: Holdings,
+        backward_runs: Callable[[], None],
+        follower: Follower,
+        report: Report,
     ) -> None:
         self._programs = programs
-        self._active = active
+        self._holdings = holdings
         self._backward_runs = backward_runs
         self._follower = follower
+        self._report = report
         self._gathered: dict[tuple[int, bool], Tensor] = {}
+        self.bring: Callable[[Shard], bool] = lambda shard: False
 
     def clear(self) -> None:
         """Frees what was gathered: the forward has ended."""
         self._gathered.clear()
 
-    def gather(
-        self, shard: Shard, keep: bool, forward: ProgramRecord | None = None, backward: ProgramRecord | None = None
-    ) -> Tensor:
-        """One parameter, full size.
+    def read(self, shard: Shard) -> Tensor:
+        """One parameter, full size, in the middle of a forward that no graph covers."""
+        self._touch(shard)
+        if not self.bring(shard):
+            self._holdings.gathers.gather_whole(self._holdings.split.in_forward(frozenset([shard.unit]), broken=True))
+        owner = shard.fqn.rpartition(".")[0] or "the root"
+        self._report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
+        return self._gather(shard, None, None)
+
+    def read_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
+        """One parameter, full size, for a graph that runs uncompiled.
 
         Args:
-            shard: the parameter.
-            keep: serve it again until `clear`.
-            forward: counts its gathers; None: a record of its own does.
-            backward: counts its reductions likewise.
+            leaf: of the parameter.
+            forward: counts its gathers.
+            backward: counts its reductions.
         """
+        shard = self._holdings.shards.at(leaf)
+        self._touch(shard)
+        return self._gather(shard, forward, backward)
+
+    def _touch(self, shard: Shard) -> None:
+        """What is gathered by hand must have arrived."""
+        self._holdings.forward.touched.add(shard.unit)
+        self._holdings.gathers.finish_used([shard.unit])
+
+    def _gather(self, shard: Shard, forward: ProgramRecord | None, backward: ProgramRecord | None) -> Tensor:
         key = (id(shard), torch.is_grad_enabled())
         if (full := self._gathered.get(key)) is None:
             self._follower.reads_outside(shard)
-            gathered: Tensor = _Gather.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
+            gathered: Tensor = _Read.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
             if (node := gathered.grad_fn) is not None:
                 node.call = self._follower.outside_call(shard, node)  # type: ignore[attr-defined]
             full = gathered
-            if keep:
+            if self._holdings.forward.runs:  # when a checkpoint is recomputed in backward, nothing would free it
                 self._gathered[key] = full
         return full
 
@@ -74,14 +101,14 @@ class OutsideGathers:
         if call is not None:
             self._follower.outside_backward(call)
         shard.hold(grad, shared=True)
-        self._active.add(shard.unit)
+        self._holdings.shards.active.add(shard.unit)
         if record is None:
             shard.report.eager_reductions[shard.fqn] += 1  # at the end of this backward, with the rest of its unit
         elif shard.unit.reduce_grads and not shard.unit.reduce_unused:
             self._programs.reduce(shard.unit, [shard], record)
 
 
-class _Gather(torch.autograd.Function):
+class _Read(torch.autograd.Function):
     """A gather whose backward follows the run-time flags like a program does."""
 
     @staticmethod
@@ -89,17 +116,17 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         leaf: Tensor,
         shard: Shard,
-        gathers: OutsideGathers,
+        reads: OutsideReads,
         forward: ProgramRecord | None,
         backward: ProgramRecord | None,
     ) -> Tensor:
-        ctx.state = (shard, gathers, backward)
+        ctx.state = (shard, reads, backward)
         if forward is None:
             shard.report.eager_unshards[shard.fqn] += 1
-        return gathers.run_forward(shard, forward)
+        return reads.run_forward(shard, forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        shard, gathers, record = ctx.state
-        gathers.run_backward(shard, grads[0], ctx.call, record)
+        shard, reads, record = ctx.state
+        reads.run_backward(shard, grads[0], ctx.call, record)
         return None, None, None, None, None

@@ -6,17 +6,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch.fx import GraphModule
 
-from graphshard.agree.consensus import Contracts
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.inductor import generated_code
 from graphshard.compat.results import hide_results
 from graphshard.errors import UnsupportedModel
 from graphshard.faults import compiling
-from graphshard.following.follower import KEPT, Follower
+from graphshard.following.follower import KEPT
 from graphshard.graph.gather_outputs import with_gather_outputs
 from graphshard.graph.ir import (
     Direction,
@@ -35,38 +34,26 @@ from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.plan_file import program_flags
 from graphshard.planner import Problem
-from graphshard.planning.planning import Planning, RegionPlanning
+from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.measuring import communication_facts
-from graphshard.reporting.report import ProgramRecord, Report
-from graphshard.state.dispatch import KEEP, Binding, Plan, post_forward_ref, usual_flags
-from graphshard.state.holdings import Holdings
+from graphshard.reporting.report import ProgramRecord
+from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.state.binding import Binding
+from graphshard.state.calling_convention import CallingConvention, post_forward_ref, usual_flags
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
 from graphshard.state.shards import Shard
-from graphshard.state.signatures import ordered_units, places, program_key, shown_state
+from graphshard.state.signatures import contract_params, ordered_units, program_key, shown_state
+from graphshard.state.unit_state import KEEP
 
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
 
 
-class Engine(Protocol):
-    """What is asked of the engine of a model."""
-
-    name: str
-    report: Report
-    planning: Planning | None
-    holdings: Holdings
-    contracts: Contracts
-    follower: Follower
-
-
-E = TypeVar("E", bound=Engine, covariant=True)
-
-
-class RegionPrograms(Generic[E]):
+class RegionPrograms:
     """Makes the programs of one region.
 
     Args:
-        engine: of the model; it is not kept alive.
+        runtime: of the model; it is not kept alive.
         number: of the region.
         positions: shards by their position among the region's inputs; not kept alive either.
         num_inputs: number of these inputs.
@@ -79,9 +66,14 @@ class RegionPrograms(Generic[E]):
     """
 
     def __init__(
-        self, engine: E, number: int, positions: dict[int, Shard], num_inputs: int, compile_graph: CompileGraph
+        self,
+        runtime: ModelRuntime,
+        number: int,
+        positions: dict[int, Shard],
+        num_inputs: int,
+        compile_graph: CompileGraph,
     ) -> None:
-        self._engine = weakref.ref(engine)
+        self._runtime = weakref.ref(runtime)
         self.number = number
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._num_inputs = num_inputs
@@ -90,19 +82,19 @@ class RegionPrograms(Generic[E]):
         self.structure = ""
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
         self.leader: int | None = None
-        planning, note = engine.planning, engine.report.note_once
+        planning, note = runtime.context.planning, runtime.context.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
 
     @property
-    def engine(self) -> E:
-        """The engine of the model.
+    def runtime(self) -> ModelRuntime:
+        """The parts that run the model.
 
         Raises:
             RuntimeError: if the model was deleted while a backward was still to come.
         """
-        if (engine := self._engine()) is None:
+        if (runtime := self._runtime()) is None:
             raise RuntimeError("backward: the compiled model was deleted; keep it until its last backward has run")
-        return engine
+        return runtime
 
     def binding(self, graph: MarkedGraph) -> Binding:
         """The shards that the region was captured with."""
@@ -113,8 +105,8 @@ class RegionPrograms(Generic[E]):
         """Decides which units stay gathered from this forward to its backward."""
         if self._planner is None:
             return
-        holdings = self.engine.holdings
-        by_default = frozenset(unit.name for unit in binding.units if holdings.behind_forward(unit) == KEEP)
+        holdings = self.runtime.holdings
+        by_default = frozenset(unit.name for unit in binding.units if holdings.residency.behind_forward(unit) == KEEP)
         kept = self._planner.keep_units(
             (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
             (backward.graph, self._usual_context("backward", backward, binding)),
@@ -122,22 +114,22 @@ class RegionPrograms(Generic[E]):
             lambda choose: self.settled(KEPT, binding, choose),
         )
         if kept is not None:
-            holdings.decide({unit: unit.name in kept for unit in binding.units})
+            holdings.residency.decide({unit: unit.name in kept for unit in binding.units})
 
     def settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
         """What all ranks do for this region, as one of them decides it."""
-        contracts, names = self.engine.contracts, [unit.name or "root" for unit in ordered_units(binding)]
+        consensus, names = self.runtime.context.consensus, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         if flags := shown_state(state):
             shown = f"{shown} [{flags}]"
-        return contracts.settle(program_key(what, self.structure, state), shown, decide, self.leader)
+        return consensus.settle(program_key(what, self.structure, state), shown, decide, self.leader)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
         names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
         shards = {name: self._positions[self._names[name]]() for name in names}
         params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
-        fuses = fuses_on(binding.device, self.engine.report.say_once)
+        fuses = fuses_on(binding.device, self.runtime.context.report.say_once)
         return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
 
     def problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
@@ -165,7 +157,7 @@ class RegionPrograms(Generic[E]):
         self,
         graph: MarkedGraph,
         binding: Binding,
-        plan: Plan,
+        convention: CallingConvention,
         state: str,
         late: bool,
         contract: Contract | None = None,
@@ -176,58 +168,63 @@ class RegionPrograms(Generic[E]):
         Args:
             graph: with markers.
             binding: an example of a call.
-            plan: what it is to do.
+            convention: what it is to do.
             state: of the units, in words that all ranks have in common.
             late: whether the compilation of the region is over.
             contract: that it realises; None: it is asked for, or made.
             held_bytes: that are held for other programs while it runs.
         """
-        with compiling(self.engine.name, f"the {graph.direction} of region {self.number}"):
+        context, flags = self.runtime.context, convention.flags
+        with compiling(context.name, f"the {graph.direction} of region {self.number}"):
             params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
-            params |= {REJOINED + name: post_forward_ref(params[name]) for name in plan.flags.rejoined}
-            flags = plan.flags
-            number = sum(record.region == self.number for record in self.engine.report.programs)
-            title = (
-                f"{self.engine.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
-            )
-            text = f"{graph.part} {flags}".lstrip()
-            named = program_flags(text, self.engine.name)
-            ctx = PassContext(
-                graph.direction, params, flags, fuses=fuses_on(binding.device, self.engine.report.say_once)
-            )
+            params |= {REJOINED + name: post_forward_ref(params[name]) for name in flags.rejoined}
+            fuses = fuses_on(binding.device, context.report.say_once)
+            ctx = PassContext(graph.direction, params, flags, fuses=fuses)
+            title, text = self._title(graph), f"{graph.part} {flags}".lstrip()
+            named = program_flags(text, context.name)
             if contract is not None:
-                lowered, decision = lower_within_budget(
-                    graph.gm, ctx, title, self._planner, named, contract, held_bytes
-                )
+                found = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
+                lowered, decision = found
             else:
                 lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
-            start, runnable = time.perf_counter(), with_gather_outputs(lowered.gm)
-            with graph.state.resumed() if late and graph.state is not None else nullcontext():
-                run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
-            if not late:
-                hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
-            compile_s = time.perf_counter() - start
+            start = time.perf_counter()
+            run = self._compile(graph, lowered, late)
             record = ProgramRecord(
                 self.number,
                 graph.direction,
                 text,
                 launch_counts(lowered.gm.graph),
                 lowered.passes_s,
-                compile_s,
+                time.perf_counter() - start,
                 ir=format_graph(lowered.gm.graph),
                 code=generated_code(run),
                 decision=decision,
                 **communication_facts(lowered.gm.graph, binding.shards),
             )
-            self.engine.report.programs.append(record)
-            return Program(run, record, plan, contract)
+            context.report.programs.append(record)
+            return Program(run, record, convention, contract)
+
+    def _title(self, graph: MarkedGraph) -> str:
+        """Name of the next program, for dumps."""
+        context = self.runtime.context
+        number = sum(record.region == self.number for record in context.report.programs)
+        return f"{context.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
+
+    def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool) -> BoxedCallable:
+        """Code of a lowered graph. `late`: the compilation of the region is over."""
+        runnable = with_gather_outputs(lowered.gm)
+        with graph.state.resumed() if late and graph.state is not None else nullcontext():
+            run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
+        if not late:
+            hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
+        return run
 
     def _lower_as_agreed(
         self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
     ) -> tuple[Lowered, Decision | None, Contract | None]:
         """The program whose collectives are those of its contract: of this rank's making, or of another's."""
         made: list[tuple[Lowered, Decision | None]] = []
-        params = places(binding)
+        params = contract_params(binding)
 
         def decide() -> str:
             made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
@@ -238,7 +235,7 @@ class RegionPrograms(Generic[E]):
             decide()
             return *made[0], None
         contract = Contract.parse(self.settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
-        self.engine.follower.learn(self.structure, graph.direction, contract)
+        self.runtime.follower.learn(self.structure, graph.direction, contract)
         if not made:
             contract = contract.for_params(params)
             made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))

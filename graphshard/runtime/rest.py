@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.following.followed import Followed
 from graphshard.runtime import region
-from graphshard.state.dispatch import Binding
+from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.state.binding import Binding
 from graphshard.state.shards import Shard
-
-
-class Engine(region.Engine, Protocol):
-    """What is asked of the engine of a model."""
 
 
 class Rest:
     """Reads outside graphs, and what no graph of a pass has done.
 
     Args:
-        engine: of the model.
+        runtime: of the model.
         followed: makes and runs programs.
     """
 
-    def __init__(self, engine: Engine, followed: Followed) -> None:
-        self._engine = engine
+    def __init__(self, runtime: ModelRuntime, followed: Followed) -> None:
+        self._runtime = runtime
         self._followed = followed
-        engine.follower.finish = followed.finish
+        runtime.follower.finish = followed.finish
 
     @torch.no_grad()
     def bring(self, shard: Shard) -> bool:
         """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
-        follower = self._engine.follower
+        follower = self._runtime.follower
         following = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
         if following is not None:
             self._followed.bring(following, shard)
@@ -42,8 +37,8 @@ class Rest:
     @torch.no_grad()
     def finish_forward(self) -> None:
         """A forward ends."""
-        follower = self._engine.follower
-        if self._engine.holdings.in_backward:
+        follower = self._runtime.follower
+        if self._runtime.holdings.forward.in_backward:
             return
         if follower.forward is not None:
             self._followed.finish(follower.forward)
@@ -52,11 +47,11 @@ class Rest:
     @torch.no_grad()
     def finish_backward(self) -> None:
         """A backward ends."""
-        if (following := self._engine.follower.end_backward()) is not None:
+        if (following := self._runtime.follower.end_backward()) is not None:
             self._followed.finish(following)
 
 
-def rest_of_contracts(engine: Engine) -> Rest:
+def rest_of_contracts(runtime: ModelRuntime) -> Rest:
     """Runs its programs operator by operator, in a region of its own."""
-    own = region.Region(engine, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
-    return Rest(engine, own.followed)
+    own = region.Region(runtime, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
+    return Rest(runtime, own.followed)

@@ -28,9 +28,12 @@ from graphshard.compat.tensors import fake_tensors
 from graphshard.graph.ir import Direction, ParamRef
 from graphshard.lowering import driver
 from graphshard.runtime.backend import Partitioner
-from graphshard.runtime.engine import Engine, Options
+from graphshard.runtime.engine import Engine
+from graphshard.runtime.entry_points import Options
 from graphshard.scale.attention_state import call_attention_itself
 from graphshard.scale.parallel import parallelize
+from graphshard.state.shard_table import ShardTable
+from graphshard.state.shards import Shard
 
 # The mesh that is traced: at least two shards, so that every parameter is sharded.
 TRACED_SHARDS = 2
@@ -135,22 +138,25 @@ class _RecordingPartitioner(Partitioner):
         raise _Split
 
 
+class _FakeShards(ShardTable):
+    """Fake tensors have no addresses: shards are found by what a capture reads alone."""
+
+    def _addresses(self) -> dict[int, Shard]:
+        return {}
+
+
 class _Recorder(Engine):
     """An engine whose model is captured and never run."""
 
-    def _install(self) -> None:
-        # Fake tensors have no addresses: nothing is installed but what a capture reads.
-        for shard in self._shards:
-            for module, name in shard.param.owners:
-                module.__dict__[marked_classes.SHARDS][name] = shard.marker_args()
+    table_class = _FakeShards
 
     def trace(self, inputs: Sequence[Any], tensor_ranks: int, tensor_group: str) -> Traced:
         if (reason := next(filter(None, (unit.unsupported() for unit in self.units)), None)) is not None:
             raise ValueError(f"model: {reason}, which is not compiled")
         self._prepare()
-        if not self._shards:
+        if not list(self.shards):
             raise ValueError("model: got no parameter to shard")
-        partitioner = _RecordingPartitioner(self)
+        partitioner = _RecordingPartitioner(self.context)
         captured: list[dict[int, Any]] = []
         unsplit: list[GraphModule] = []
 
@@ -159,8 +165,8 @@ class _Recorder(Engine):
             raise _Split
 
         def record(gm: GraphModule, values: Sequence[Any]) -> Any:
-            driver.run_captured_passes(gm, f"{self.name}.captured")
-            leaves = {id(shard.leaf): shard for shard in self._shards}
+            driver.run_captured_passes(gm, f"{self.context.name}.captured")
+            leaves = {id(shard.leaf): shard for shard in self.shards}
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
             return compile_region_inductor(gm, values, without_loss, partitioner)
 
@@ -184,7 +190,7 @@ class _Recorder(Engine):
         return Traced(
             TracedProgram("forward", forward, params, stays),
             TracedProgram("backward", backward, params, stays),
-            tuple(shard.ref() for shard in self._shards),
+            tuple(shard.ref() for shard in self.shards),
             tensor_ranks,
             tensor_group,
         )

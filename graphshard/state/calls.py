@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphshard.compat.autograd import accumulates_into, compiled_function_node, keeps_graph, will_run
 from graphshard.fsdp2 import Unit
-from graphshard.state.dispatch import Binding
+from graphshard.state.binding import Binding
 from graphshard.state.shards import Shard
 from graphshard.state.signatures import Role
 
@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardRequest:
     """What the running backward asks of one call.
 
     Attributes:
@@ -128,7 +128,7 @@ class Calls:
                 again, units_again = again | shared, units_again | units
         leaf = next((shard.leaf for shard in binding.shards if shard.leaf.requires_grad), None)
         inputs_only = leaf is not None and not accumulates_into(leaf)
-        self._local.backward = Backward(
+        self._local.backward = BackwardRequest(
             call.entry,
             tuple(grads[i] is None for i in numbers),
             again,
@@ -137,7 +137,7 @@ class Calls:
             call.role,
         )
 
-    def backward(self) -> Backward:
+    def backward(self) -> BackwardRequest:
         """What the backward that runs now asks, as its node has seen just before."""
-        found: Backward | None = self._local.__dict__.pop("backward", None)
-        return found or Backward()
+        found: BackwardRequest | None = self._local.__dict__.pop("backward", None)
+        return found or BackwardRequest()

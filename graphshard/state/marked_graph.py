@@ -13,7 +13,7 @@ from graphshard.compat.inductor import CompileState
 from graphshard.graph.ir import Direction, is_tangent, output_args, reductions, shard_placeholder, unshards
 from graphshard.graph.split_backward import split_backward
 from graphshard.reporting.report import ProgramRecord
-from graphshard.state.dispatch import Plan
+from graphshard.state.calling_convention import CallingConvention
 
 BoxedCallable = Callable[[list[Any]], Any]
 
@@ -57,13 +57,13 @@ class Program:
     Attributes:
         run: the code.
         record: of it.
-        plan: about its extra arguments and results.
+        convention: its extra arguments and results.
         contract: that all ranks have for it; None: it has no peers.
     """
 
     run: BoxedCallable
     record: ProgramRecord
-    plan: Plan
+    convention: CallingConvention
     contract: Contract | None = None
 
 

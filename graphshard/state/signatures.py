@@ -10,11 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.agree.contract import Place
+from graphshard.agree.contract import ContractParam
 from graphshard.fsdp2 import Unit
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS
 from graphshard.graph.ir import Direction
-from graphshard.state.dispatch import REACHED, RESHARD, Binding, UnitState
+from graphshard.state.binding import Binding
+from graphshard.state.unit_state import REACHED, RESHARD, UnitState
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ def ordered_units(binding: Binding) -> list[Unit]:
     return sorted(binding.units, key=lambda unit: unit.position)
 
 
-def places(binding: Binding) -> list[Place]:
+def contract_params(binding: Binding) -> list[ContractParam]:
     """The parameters of a call, as contracts know them."""
     ordinals = {unit: number for number, unit in enumerate(ordered_units(binding))}
-    found = {Place(ordinals[shard.unit], shard.index, shard.fqn) for shard in binding.shards}
+    found = {ContractParam(ordinals[shard.unit], shard.index, shard.fqn) for shard in binding.shards}
     return sorted(found, key=lambda place: (place.unit, place.index))
 
 

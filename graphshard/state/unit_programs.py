@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.agree.executed import Executed
 from graphshard.compat.tensors import fake_tensors
 from graphshard.faults import compiling, run_program
 from graphshard.fsdp2 import Unit
@@ -28,24 +27,18 @@ from graphshard.graph.printer import format_graph
 from graphshard.kernels import fuses_on
 from graphshard.lowering import driver
 from graphshard.reporting.measuring import communication_facts
-from graphshard.reporting.report import ProgramRecord, Report
-from graphshard.state.dispatch import REACHED, RESHARD, Binding, UnitState, make_plan
+from graphshard.reporting.report import ProgramRecord
+from graphshard.state.binding import Binding
+from graphshard.state.calling_convention import calling_convention
+from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import PARTIAL, Shard
-
-
-class Engine(Protocol):
-    """What unit programs ask of the engine of their model."""
-
-    name: str
-    report: Report
-    executed: Executed | None
-
+from graphshard.state.unit_state import REACHED, RESHARD, UnitState
 
 # Takes what the first half of a program left, and the shards it is for.
 Finish = Callable[[list[Any], Sequence[Shard]], Any]
 
 
-class Gather:
+class UnitGather:
     """A gather of parameters of one unit under way: launched, not awaited.
 
     Args:
@@ -83,8 +76,8 @@ class Gather:
         return any(shard.written() != seen for shard, seen in zip(self.shards, self._written, strict=True))
 
 
-class Reduction:
-    """A reduction of gradients of one unit under way: launched, not awaited. Arguments as of a `Gather`.
+class UnitReduction:
+    """A reduction of gradients of one unit under way: launched, not awaited. Arguments as of a `UnitGather`.
 
     Args:
         all_reduce: whether the results are the gradients; else they are partial.
@@ -119,13 +112,13 @@ class UnitPrograms:
     """The unit programs of one model. Equal units share them.
 
     Args:
-        engine: of the model.
+        context: of the model.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._name = engine.name
-        self._report = engine.report
-        self._executed = engine.executed
+    def __init__(self, context: ModelContext) -> None:
+        self._name = context.name
+        self._report = context.report
+        self._executed = context.executed
         self._programs: dict[tuple[object, ...], UnitProgram] = {}
         self._shared: dict[tuple[object, ...], UnitProgram] = {}
 
@@ -135,16 +128,18 @@ class UnitPrograms:
         self._shared.clear()
 
     @torch.no_grad()
-    def launch_gather(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> Gather:
+    def launch_gather(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> UnitGather:
         """Launches the gather of some parameters of one unit; counts it in `record`, or in one of its own."""
         unit = shards[0].unit
         program = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
         (record or program.record).runs += 1
         crossing = self._launch(program, [shard.leaf.detach() for shard in shards], shards)
-        return Gather(shards, crossing, partial(self._finish, program))
+        return UnitGather(shards, crossing, partial(self._finish, program))
 
     @torch.no_grad()
-    def launch_reduction(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> Reduction:
+    def launch_reduction(
+        self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None
+    ) -> UnitReduction:
         """Launches the reduction of what `shards`, of one unit, hold (zeros, where they hold nothing).
 
         Where the unit does not all-reduce, they will hold what is reduced over the shards. Counts it in `record`, or
@@ -160,7 +155,7 @@ class UnitPrograms:
         for shard in shards:
             shard.drop_grads()
         crossing = self._launch(program, args, shards)
-        return Reduction(shards, crossing, partial(self._finish, program), settings.all_reduce)
+        return UnitReduction(shards, crossing, partial(self._finish, program), settings.all_reduce)
 
     def reduce(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
         """The same, awaited."""
@@ -196,7 +191,7 @@ class UnitPrograms:
         slots = range(len(shards))
         reduced = {slot: slot for slot in slots} if kind == "reduce" else {}
         gathered = frozenset[int]() if reduced else frozenset(slots)
-        flags = make_plan(names, gathered, reduced, Binding(tuple(shards)), [state]).flags
+        flags = calling_convention(names, gathered, reduced, Binding(tuple(shards)), [state]).flags
         params = {name: shard.ref() for name, shard in zip(names, shards, strict=True)}
         direction: Direction = "backward" if reduced else "forward"
         start = time.perf_counter()

@@ -96,8 +96,8 @@ def gathered(model: nn.Module) -> list[str]:
     """FQNs of the parameters that are gathered, on their way, or that hold an unreduced gradient."""
     engine: Any = model.__dict__["_graphshard_engine"]
     holdings = engine.holdings
-    assert not holdings._gathers and not holdings._reductions
-    return [shard.fqn for shard in engine._shards if shard.bits]
+    assert not holdings.gathers._under_way and not holdings.reductions._under_way
+    return [shard.fqn for shard in engine.shards if shard.bits]
 
 
 def train(run: TrainingRun, model: Any, inputs: Callable[[int, int], tuple[Tensor]], *, microbatches: int = 1) -> None:
@@ -266,7 +266,7 @@ def traced(model: nn.Module) -> Iterator[list[str]]:
     engine: Any = model.__dict__["_graphshard_engine"]
     with profile(use_kineto=False) as profiler:
         yield seen
-        engine.holdings.settle()  # see `count_launches`
+        engine.holdings.gathers.settle()  # see `count_launches`
     for event in sorted(profiler.function_events or (), key=lambda event: event.time_range.start):
         name = next((name for pattern, name in _EVENTS.items() if re.match(pattern, event.name)), None)
         if name is not None and (name != "compute" or seen[-1:] != ["compute"]):

@@ -40,7 +40,7 @@ def train(model: Any, steps: int, batch: Callable[[int], Tensor], before: Drift 
 
 
 def executed_of(model: Any) -> Executed:
-    found = need_engine(model, "test").executed
+    found = need_engine(model, "test").context.executed
     assert found is not None
     return found
 
@@ -161,7 +161,7 @@ def one_drifts(shape: tuple[int, ...]) -> None:
     def before(model: Any, step: int) -> None:
         if step == 1 and rank == dist.get_world_size() - 1:
             record = next(record for record in graphshard.report(model).programs if record.launched)
-            executed_of(model).ran(record, need_engine(model, "test").shards)
+            executed_of(model).ran(record, list(need_engine(model, "test").shards))
 
     text = told(lambda: train(model, 4, lambda step: features(step, 4), before))
     assert "call 1: ranks differ in the collectives executed over ranks " in text, text
@@ -205,7 +205,7 @@ def test_recomputed_checkpoints_and_eager_calls_are_no_calls(two_ranks: WorkerPo
 
 def off() -> None:
     model = graphshard.compile(models.mlps(), init_device_mesh("cpu", (2,)), backend="aot_eager")
-    assert need_engine(model, "test").executed is None
+    assert need_engine(model, "test").context.executed is None
 
 
 def test_it_is_off_by_default(two_ranks: WorkerPool) -> None:

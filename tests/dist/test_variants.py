@@ -147,7 +147,7 @@ def wakes_alone() -> None:
     model.uses = (0, 1)
     if rank == 0:  # the other rank has come to no call: it would stand in a collective
         with (
-            mock.patch.object(engine_of(model).contracts, "deadline_s", 1.0),
+            mock.patch.object(engine_of(model).context.consensus, "deadline_s", 1.0),
             pytest.raises(graphshard.RanksDiffer, match=r"rank 0 waited 1 s for rank 1 to come to the forward of 'root'"),
         ):
             model(features(0, 4))

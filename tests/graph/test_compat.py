@@ -46,12 +46,12 @@ def test_inductor_patches_name_settings_that_exist() -> None:
         assert not config.reorder_for_peak_memory and not config.reorder_for_locality
 
 
-def test_partitioner_is_pickled_without_its_engine() -> None:
-    engine = mock.Mock()
-    partitioner = Partitioner(engine)
+def test_partitioner_is_pickled_without_its_model() -> None:
+    context = mock.Mock()
+    partitioner = Partitioner(context)
     copy = pickle.loads(pickle.dumps(partitioner))
     assert copy.uuid() == partitioner.uuid() and copy.uuid() is not None
-    assert partitioner._engine() is engine and copy._engine() is None
+    assert partitioner._context() is context and copy._context() is None
 
 
 def test_source_digest_follows_torch_version() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from store_double import CountingStore, on_ranks
 
 from graphshard.agree import executed
-from graphshard.agree.consensus import Contracts
+from graphshard.agree.consensus import Consensus
 from graphshard.agree.executed import Executed, check_compare_every
 from graphshard.errors import RanksDiffer
 from graphshard.reporting.report import Launched, ProgramRecord
@@ -44,7 +44,7 @@ def ranks(
     shared = CountingStore()
     everyone = range(count)
     return {
-        rank: Executed("Net0", every, rank, groups(rank), everyone, shared.of(rank), Contracts(None))
+        rank: Executed("Net0", every, rank, groups(rank), everyone, shared.of(rank), Consensus(None))
         for rank in everyone
     }, shared
 
@@ -227,7 +227,7 @@ def test_of_long_windows_the_last_calls_are_kept(monkeypatch: pytest.MonkeyPatch
 
 def test_torch_stores_forget_keys() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    found = {rank: Executed("Net0", 1, rank, GROUP, (0, 1), store, Contracts(None)) for rank in (0, 1)}
+    found = {rank: Executed("Net0", 1, rank, GROUP, (0, 1), store, Consensus(None)) for rank in (0, 1)}
     for _ in range(6):
         assert not any(told(found, lambda rank, own: own.begin_call()))
     assert store.num_keys() < 20

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graphshard.runtime.orders import MAX_ORDERS, Order, Orders, Step, Walk
+from graphshard.runtime.orders import MAX_ORDERS, Order, Orders, PassStep, RunningPass
 
 
-def step(name: str) -> Step:
-    return Step("forward", (name.lower(),))
+def step(name: str) -> PassStep:
+    return PassStep("forward", (name.lower(),))
 
 
 def gathers(name: str) -> dict[str, str]:
@@ -17,7 +17,7 @@ def following(order: Order[str] | None, position: int) -> list[str] | None:
     return None if order is None else [name for names in order.following(position) for name in names]
 
 
-def walk(orders: Orders[str], names: str, kind: str = "forward") -> tuple[Walk[str], list[list[str] | None]]:
+def running(orders: Orders[str], names: str, kind: str = "forward") -> tuple[RunningPass[str], list[list[str] | None]]:
     """Runs a whole pass, one region per letter (capital letters: without a gather); what followed each."""
     running, followed = orders.begin(kind), []
     for position, name in enumerate(names):
@@ -27,16 +27,16 @@ def walk(orders: Orders[str], names: str, kind: str = "forward") -> tuple[Walk[s
 
 def record(orders: Orders[str], names: str, kind: str = "forward") -> bool:
     """Whether that order is kept."""
-    return orders.end(walk(orders, names, kind)[0]) is not None
+    return orders.end(running(orders, names, kind)[0]) is not None
 
 
 def test_order_is_known_from_the_second_pass_on() -> None:
     orders: Orders[str] = Orders()
-    first, followed = walk(orders, "abc")
+    first, followed = running(orders, "abc")
     assert followed == [None] * 3
     order = orders.end(first)
     assert order is not None and order.steps == tuple(map(step, "abc")) and not order.agreed
-    second, followed = walk(orders, "abc")
+    second, followed = running(orders, "abc")
     assert followed == [["b", "c"], ["c"], []]
     assert orders.end(second) is order and second.expected is None
 
@@ -44,25 +44,25 @@ def test_order_is_known_from_the_second_pass_on() -> None:
 def test_order_gathers_what_any_of_its_passes_did() -> None:
     orders: Orders[str] = Orders()
     assert record(orders, "aBCd")
-    assert walk(orders, "abcd")[1] == [["d"], ["d"], ["d"], []]
+    assert running(orders, "abcd")[1] == [["d"], ["d"], ["d"], []]
     assert record(orders, "abCD")
-    assert walk(orders, "abcd")[1] == [["b", "d"], ["d"], ["d"], []]
+    assert running(orders, "abcd")[1] == [["b", "d"], ["d"], ["d"], []]
 
 
 def test_kinds_of_passes_have_orders_of_their_own() -> None:
     orders: Orders[str] = Orders()
     record(orders, "abc", "forward")
-    assert walk(orders, "abc", "backward")[1] == [None] * 3
+    assert running(orders, "abc", "backward")[1] == [None] * 3
 
 
 def test_pass_that_leaves_its_order_follows_another_one_or_none() -> None:
     orders: Orders[str] = Orders()
     record(orders, "abc")
     record(orders, "adc")
-    latest, followed = walk(orders, "abc")
+    latest, followed = running(orders, "abc")
     assert followed == [["d", "c"], ["c"], []]  # the latest first, then the one that fits
     assert latest.expected is None
-    lost, followed = walk(orders, "axc")
+    lost, followed = running(orders, "axc")
     assert followed[1:] == [None, None]
     assert lost.expected == step("d")
 
@@ -70,7 +70,7 @@ def test_pass_that_leaves_its_order_follows_another_one_or_none() -> None:
 def test_longer_pass_goes_on_alone() -> None:
     orders: Orders[str] = Orders()
     record(orders, "ab")
-    longer, followed = walk(orders, "abc")
+    longer, followed = running(orders, "abc")
     assert followed == [["b"], [], None]
     assert longer.expected is None  # nothing else was known to follow
 
@@ -80,7 +80,7 @@ def test_known_order_comes_first_when_it_ran_last() -> None:
     record(orders, "ab")
     record(orders, "ac")
     record(orders, "ab")
-    assert walk(orders, "ab")[1] == [["b"], []]
+    assert running(orders, "ab")[1] == [["b"], []]
 
 
 def test_ever_new_orders_are_not_all_kept() -> None:
@@ -88,7 +88,7 @@ def test_ever_new_orders_are_not_all_kept() -> None:
     names = [f"a{chr(ord('b') + i)}" for i in range(MAX_ORDERS + 1)]
     assert [record(orders, name) for name in names] == [True] * MAX_ORDERS + [False]
     assert record(orders, names[0])
-    assert walk(orders, names[0])[1] == [[names[0][1]], []]
+    assert running(orders, names[0])[1] == [[names[0][1]], []]
 
 
 def test_empty_pass_is_no_order() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.agree.contract import Contract, Place, contract_of
+from graphshard.agree.contract import Contract, ContractParam, contract_of
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.errors import RanksDiffer
 from graphshard.graph.ir import PassContext
@@ -27,9 +27,9 @@ WEIGHTS = toy_weights(3)
 ORDINALS = {"": 0, **{f"blocks.{i}": i + 1 for i in range(6)}}
 
 
-def places_of(ctx: PassContext) -> list[Place]:
-    places = {Place(ORDINALS[ref.unit], ref.index, ref.fqn) for ref in ctx.params.values()}
-    return sorted(places, key=lambda place: (place.unit, place.index))
+def places_of(ctx: PassContext) -> list[ContractParam]:
+    contract_params = {ContractParam(ORDINALS[ref.unit], ref.index, ref.fqn) for ref in ctx.params.values()}
+    return sorted(contract_params, key=lambda place: (place.unit, place.index))
 
 
 def decided(marked: Marked, mode: str = "auto") -> Contract:
@@ -124,12 +124,13 @@ def test_contract_of_a_block_is_that_of_an_equal_block() -> None:
     def block(name: str) -> list[Weight]:
         return [Weight(f"{name}.a", (4, 4)), Weight(f"{name}.b", (4,), 1)]
 
-    places = [
-        [Place(0, index, weight.fqn) for index, weight in enumerate(block(name))] for name in ("blocks.0", "blocks.1")
+    contract_params = [
+        [ContractParam(0, index, weight.fqn) for index, weight in enumerate(block(name))]
+        for name in ("blocks.0", "blocks.1")
     ]
     buckets = (PlannedBucket("gather:x", "gather", ("blocks.0.a", "blocks.0.b#2")),)
-    contract = Contract(buckets, (PlannedStep("mm", "launch", "gather:x"),), tuple(places[0]))
-    other = contract.for_params(places[1])
+    contract = Contract(buckets, (PlannedStep("mm", "launch", "gather:x"),), tuple(contract_params[0]))
+    other = contract.for_params(contract_params[1])
     assert other.buckets[0].members == ("blocks.1.a", "blocks.1.b#2")
-    assert other.for_params(places[0]) == contract
-    assert contract.for_params(places[0]) is contract
+    assert other.for_params(contract_params[0]) == contract
+    assert contract.for_params(contract_params[0]) is contract

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphshard.agree.consensus import Contracts
+from graphshard.agree.consensus import Consensus
 from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
 from graphshard.following.route import Leg, Route
@@ -18,9 +18,9 @@ CALL = "the forward of 'net'"
 KNOWN = SimpleNamespace(known_as=lambda leg: leg)
 
 
-def contracts(count: int = 2) -> list[Contracts]:
+def consensus(count: int = 2) -> list[Consensus]:
     store = RankStore(dist.HashStore(), "test")  # type: ignore[attr-defined]
-    return [Contracts(store, "net", rank, range(count), 1.2) for rank in range(count)]
+    return [Consensus(store, "net", rank, range(count), 1.2) for rank in range(count)]
 
 
 def binding(text: str) -> Any:
@@ -33,7 +33,7 @@ def leg(text: str, turns: Any = KNOWN) -> Leg:
     return Leg(turns, f"structure of {text}", None, binding(text), None)  # type: ignore[arg-type]
 
 
-def routes(own: list[Contracts], *legs: str) -> list[Route]:
+def routes(own: list[Consensus], *legs: str) -> list[Route]:
     """Routes of ranks that have made one call."""
     found = [Route(one, lambda line: None) for one in own]
 
@@ -60,7 +60,7 @@ def part(route: Route, number: int, text: str) -> str:
 
 def test_part_that_one_rank_has_alone_belongs_to_the_leg_in_its_place() -> None:
     said: list[str] = []
-    own = contracts()
+    own = consensus()
     _, route = routes(own, "a1 a2", "b1 b2")
     route._say = said.append
     assert part(route, 1, "a1") == "a1 a2"
@@ -75,7 +75,7 @@ def test_part_that_one_rank_has_alone_belongs_to_the_leg_in_its_place() -> None:
 
 
 def test_part_that_all_ranks_come_to_is_a_leg_of_its_own() -> None:
-    own = contracts()
+    own = consensus()
     found = routes(own, "a1 a2", "b1")
     for number in range(1, 4):
         assert together(found, lambda route, number=number: part(route, number, "a1")) == ["", ""]
@@ -87,15 +87,15 @@ def test_part_that_all_ranks_come_to_is_a_leg_of_its_own() -> None:
 
 
 def test_question_is_asked_once_in_a_call() -> None:
-    found = routes(contracts(), "a1 a2")
+    found = routes(consensus(), "a1 a2")
     assert together(found, lambda route: [part(route, 1, "a1"), part(route, 1, "a1")]) == [["", ""]] * 2
 
 
 def test_ranks_with_different_parts_share_the_leg() -> None:
-    found = routes(contracts(), "a1 a2")
+    found = routes(consensus(), "a1 a2")
     texts = iter(["a1", "a2"])
     assert together(found, lambda route: part(route, 1, next(texts))) == ["a1 a2"] * 2
-    found = routes(contracts(), "a1 a2")
+    found = routes(consensus(), "a1 a2")
     structures = iter(["", "structure of a1"])  # one reads it outside any graph
 
     def leg_of(route: Route) -> bool:
@@ -105,7 +105,7 @@ def test_ranks_with_different_parts_share_the_leg() -> None:
 
 
 def test_leg_may_come_apart_into_one_with_all_of_its_parameters() -> None:
-    _, route = routes(contracts(), "a1 a2", "b1")
+    _, route = routes(consensus(), "a1 a2", "b1")
     found = route.leg_of(CALL, 1, binding("a1 a2"), "more of its inputs need gradients")
     assert found is not None
     route.enter(found)
@@ -114,21 +114,21 @@ def test_leg_may_come_apart_into_one_with_all_of_its_parameters() -> None:
 
 @pytest.mark.parametrize("text", ["a1 a2", "a1 b1", "b1", "a1 a2 b1"])
 def test_nobody_is_asked_about_what_is_no_part_of_the_leg_in_its_place(text: str) -> None:
-    own = contracts()
+    own = consensus()
     route = routes(own, "a1 a2", "b1 b2")[0]
     own[0]._store = None
     assert part(route, 1, text) == ""
 
 
 def test_leg_that_cannot_be_followed_has_no_parts() -> None:
-    own = contracts()
+    own = consensus()
     route = Route(own[0], lambda line: None)
     route._latest[CALL] = (leg("a1 a2", SimpleNamespace(known_as=lambda leg: None)),)
     assert part(route, 1, "a1") == ""
 
 
 def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
-    found = [Route(one, lambda line: None) for one in contracts()]
+    found = [Route(one, lambda line: None) for one in consensus()]
     second = iter(["b1 b2", "b1"])
 
     def call(route: Route) -> str:
@@ -141,13 +141,13 @@ def test_first_calls_with_other_legs_are_told_before_anything_is_sent() -> None:
     for text in together(found, call):
         assert f"call 1, leg 2 of {CALL}: ranks differ in the units that they use" in text
         assert "'b: b1, b2'" in text and "'b: b1'" in text
-    known = routes(contracts(), "a1")[0]
-    known._contracts._store = None
+    known = routes(consensus(), "a1")[0]
+    known._consensus._store = None
     known.check_first(CALL, 2, binding("b1"), runs=True)  # no first call
 
 
 def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None:
-    found = routes(contracts(), "a1", "b1")
+    found = routes(consensus(), "a1", "b1")
     third = iter(["b1", "c1"])
 
     def call(route: Route) -> str:
@@ -161,8 +161,8 @@ def test_calls_that_use_other_parameters_than_on_another_rank_are_told() -> None
 
 
 def test_call_that_only_one_rank_makes_otherwise_is_told_with_what_has_changed() -> None:
-    route = routes(contracts(), "a1", "b1")[1]
-    route._contracts.deadline_s = 0.2
+    route = routes(consensus(), "a1", "b1")[1]
+    route._consensus.deadline_s = 0.2
     route.use(leg("a1"))
     with pytest.raises(RanksDiffer, match=r"never came.* on rank 1 it uses nothing more in place 1, .* used 'b: b1'"):
         route.end(CALL, 1)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphshard.agree.contract import Contract, Place
+from graphshard.agree.contract import Contract, ContractParam
 from graphshard.following.derived import derived
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.graph.plan import PlannedBucket, PlannedStep
-from graphshard.state.dispatch import KEEP, REACHED, RESHARD, Binding, UnitState
+from graphshard.state.binding import Binding
 from graphshard.state.shards import RESIDENT
-from graphshard.state.signatures import ordered_units, places, shown_state, state_text, structure
+from graphshard.state.signatures import contract_params, ordered_units, shown_state, state_text, structure
+from graphshard.state.unit_state import KEEP, REACHED, RESHARD, UnitState
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -59,7 +60,12 @@ USUAL = UnitState(DEFAULT_SETTINGS, RESHARD, True, None, ())
 
 
 def test_places_of_parameters_are_in_the_order_of_the_model() -> None:
-    assert places(two_units()) == [Place(0, 0, "x.a"), Place(0, 1, "x.b"), Place(1, 0, "y.a"), Place(1, 1, "y.b")]
+    assert contract_params(two_units()) == [
+        ContractParam(0, 0, "x.a"),
+        ContractParam(0, 1, "x.b"),
+        ContractParam(1, 0, "y.a"),
+        ContractParam(1, 1, "y.b"),
+    ]
 
 
 # -- structure

@@ -5,35 +5,27 @@ A region that has come apart on this rank alone (see `route`) does the same arou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from graphshard.following.following import Following, members
 from graphshard.following.route import Leg
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
 from graphshard.passes.apply_flags import dead_outputs
-from graphshard.runtime import region_programs
-from graphshard.runtime.prefetch import Prefetch
 from graphshard.runtime.region_programs import RegionPrograms
-from graphshard.state.calls import Backward
-from graphshard.state.dispatch import Binding, UnitState, make_plan
+from graphshard.state.binding import Binding
+from graphshard.state.call_state import backward_states, forward_states, staying_units
+from graphshard.state.calling_convention import calling_convention
+from graphshard.state.calls import BackwardRequest
 from graphshard.state.marked_graph import MarkedGraph, Program
-from graphshard.state.signatures import places, state_text
-from graphshard.state.states import backward_states, forward_states, staying_units
+from graphshard.state.signatures import contract_params, state_text
+from graphshard.state.unit_state import UnitState
 
 
-class Engine(region_programs.Engine, Protocol):
-    """What is asked of the engine of a model."""
-
-    prefetch: Prefetch
-    deferred: list[Callable[[], None]] | None
-
-
-class Turn(NamedTuple):
-    """One run of a backward.
+class SelectedBackward(NamedTuple):
+    """What one run of a backward does.
 
     Attributes:
         binding: its shards.
@@ -52,8 +44,8 @@ class Turn(NamedTuple):
     ended: frozenset[Unit]
 
 
-class Turns:
-    """The runs of one region's forwards and backwards.
+class ProgramSelection:
+    """Selects the programs of one region's forwards and backwards.
 
     Args:
         made: makes its programs.
@@ -63,7 +55,7 @@ class Turns:
         backward_graph: of the region, once there is one.
     """
 
-    def __init__(self, made: RegionPrograms[Engine], broken: bool) -> None:
+    def __init__(self, made: RegionPrograms, broken: bool) -> None:
         self._made = made
         self._broken = broken
         self._programs: dict[tuple[object, ...], Program] = {}
@@ -85,49 +77,51 @@ class Turns:
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             if graph.direction == "forward":
-                self._made.engine.prefetch.say_ignored(binding)
-            plan = make_plan(names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only)
+                self._made.runtime.prefetch.say_ignored(binding)
+            convention = calling_convention(
+                names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only
+            )
             state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self._made.lower(graph, binding, plan, state, late)
+            program = self._programs[key] = self._made.lower(graph, binding, convention, state, late)
         return program
 
     def before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
         """Gathers what the program does not; returns the program that runs then."""
-        holdings = self._made.engine.holdings
-        split = holdings.wanted_whole(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self._made.engine.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
-        holdings.regions_run += 1
+        holdings = self._made.runtime.holdings
+        split = holdings.split.in_forward(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
+        self._made.runtime.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
+        holdings.forward.regions_run += 1
         return self.program(graph, binding, forward_states(holdings, binding))
 
     def before_backward(
         self,
         graph: MarkedGraph,
         binding: Binding,
-        asked: Backward,
+        asked: BackwardRequest,
         dead: frozenset[int],
         undefined: frozenset[str] = frozenset(),
-    ) -> Turn:
+    ) -> SelectedBackward:
         """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
-        engine = self._made.engine
-        split = engine.holdings.split_in(binding) if binding.parts else frozenset[Unit]()
-        engine.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
+        runtime = self._made.runtime
+        split = runtime.holdings.split.in_backward(binding) if binding.parts else frozenset[Unit]()
+        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
         behind = frozenset[Unit]()
-        if engine.deferred is None:
-            behind = engine.prefetch.reduced_behind(graph, binding, split, asked)
-        states = backward_states(engine.holdings, graph.reduced, binding, asked, dead, split, behind)
-        if engine.planning is not None and not all(unit.reduce_grads for unit in binding.units):
+        if runtime.backward.deferred is None:
+            behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
+        states = backward_states(runtime.holdings, graph.reduced, binding, asked, dead, split, behind)
+        if runtime.context.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split)
         program = self.program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
-        return Turn(binding, states, program, behind, split, split - asked.units_again)
+        return SelectedBackward(binding, states, program, behind, split, split - asked.units_again)
 
-    def behind_backward(self, turn: Turn) -> None:
+    def behind_backward(self, selected: SelectedBackward) -> None:
         """Reduces what the program has left, and frees what was gathered for it."""
-        holdings = self._made.engine.holdings
-        _free(turn.binding)  # another call will gather it again
-        for unit in turn.behind:
-            holdings.launch_reduction(unit)
-        if turn.ended:
-            holdings.end_split(turn.ended)
+        holdings = self._made.runtime.holdings
+        _free(selected.binding)  # another call will gather it again
+        for unit in selected.behind:
+            holdings.reductions.launch(unit)
+        if selected.ended:
+            holdings.reductions.end_split(selected.ended)
 
     def _with_accumulation(
         self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
@@ -136,7 +130,9 @@ class Turns:
         why = self._made.accumulates_sharded(graph, binding)
         if not why:
             return states
-        self._made.engine.report.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+        self._made.runtime.context.report.note_once(
+            f"gradients are accumulated sharded, reduced in every backward: {why}"
+        )
         return [
             state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
             for unit, state in zip(binding.units, states, strict=True)
@@ -180,20 +176,20 @@ class Turns:
         following.end = end
         return following
 
-    def enter_backward(self, leg: Leg, asked: Backward) -> Following:
+    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> Following:
         """The same of its backward."""
         graph = self.backward_graph
         assert graph is not None
         shard_of = {name: shard for (name, _), shard in zip(leg.graph.slots, leg.binding.shards, strict=True)}
         binding = Binding(tuple(shard_of[name] for name, _ in graph.slots))
         dead = self.dead_outputs(graph, frozenset(), asked.inputs_only)
-        turn = self.before_backward(graph, binding, asked, dead)
-        following = _sent_for(leg, binding, turn.program, "backward")
+        selected = self.before_backward(graph, binding, asked, dead)
+        following = _sent_for(leg, binding, selected.program, "backward")
         following.again = asked.again
-        following.staying = staying_units(binding, turn.states)
+        following.staying = staying_units(binding, selected.states)
         following.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
-        following.unreduced = turn.behind | turn.split
-        following.end = partial(self.behind_backward, turn)
+        following.unreduced = selected.behind | selected.split
+        following.end = partial(self.behind_backward, selected)
         return following
 
 
@@ -205,5 +201,5 @@ def _free(binding: Binding) -> None:
 
 def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> Following:
     assert program.contract is not None
-    contract = program.contract.for_params(places(binding))
+    contract = program.contract.for_params(contract_params(binding))
     return Following(leg.role(follows=True).whole, contract, direction)

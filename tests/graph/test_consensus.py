@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphshard.agree.consensus import Contracts, Election, posted_contracts
+from graphshard.agree.consensus import Consensus, Election, posted_contracts
 from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
 
@@ -35,20 +35,20 @@ class Counting:
         return ask
 
 
-def ranks(count: int, store: Any = None, deadline_s: float = 5.0) -> list[Contracts]:
+def ranks(count: int, store: Any = None, deadline_s: float = 5.0) -> list[Consensus]:
     store = RankStore(store or dist.HashStore(), "test")  # type: ignore[attr-defined]
-    return [Contracts(store, "net", rank, range(count), deadline_s) for rank in range(count)]
+    return [Consensus(store, "net", rank, range(count), deadline_s) for rank in range(count)]
 
 
-def together(contracts: list[Contracts], call: Callable[[Contracts], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(contracts)) as pool:
-        return list(pool.map(call, contracts))
+def together(consensus: list[Consensus], call: Callable[[Consensus], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(consensus)) as pool:
+        return list(pool.map(call, consensus))
 
 
 def test_lowest_rank_decides_once_for_all() -> None:
     made: list[int] = []
 
-    def settle(own: Contracts) -> str:
+    def settle(own: Consensus) -> str:
         def decide() -> str:
             made.append(own.rank)
             return f"of rank {own.rank}"
@@ -110,7 +110,7 @@ def test_decision_that_never_comes_names_the_rank_and_the_program() -> None:
 def test_rank_that_never_comes_to_an_election_is_named() -> None:
     first, _, third = ranks(3, deadline_s=0.1)
 
-    def elect(own: Contracts) -> None:
+    def elect(own: Consensus) -> None:
         with pytest.raises(RanksDiffer, match="for rank 1 to come to the forward"):
             own.elect("key", "the forward", "whole")
 
@@ -122,7 +122,7 @@ def test_rank_that_compiles_is_waited_for_beyond_the_deadline() -> None:
     left = [True, True, True]
     second.is_busy = lambda rank: bool(left.pop()) if left else False
 
-    def settle(own: Contracts) -> str:
+    def settle(own: Consensus) -> str:
         if own.rank == 0:
             threading.Event().wait(0.3)
         return own.settle("key", "it", lambda: "decided")
@@ -138,21 +138,21 @@ def test_job_that_is_started_again_decides_anew_in_the_same_store() -> None:
         assert together(own, lambda c: c.meet("call 1", "it", "same", 0.1)) == [Election(0, True)] * 2
 
 
-def settled(own: Contracts, run: str) -> str:
+def settled(own: Consensus, run: str) -> str:
     return own.settle("key", "it", lambda: f"{run} of {own.rank}")
 
 
 def test_failure_of_the_leader_reaches_the_others_by_its_words() -> None:
     own = ranks(2)
 
-    def settle(contracts: Contracts) -> str:
+    def settle(consensus: Consensus) -> str:
         def decide() -> str:
-            if contracts.rank == 0:
+            if consensus.rank == 0:
                 raise ValueError("does not fit")
             return ""
 
         with pytest.raises((ValueError, RanksDiffer)) as caught:
-            contracts.settle("key", "the forward", decide)
+            consensus.settle("key", "the forward", decide)
         return str(caught.value)
 
     assert together(own, settle) == [
@@ -164,12 +164,12 @@ def test_failure_of_the_leader_reaches_the_others_by_its_words() -> None:
 def test_a_thousand_ranks_ask_a_constant_number_of_times_each() -> None:
     count, store = 1024, Counting()
 
-    def rank(own: Contracts) -> None:
+    def rank(own: Consensus) -> None:
         own.elect("key", "it", "whole")
         own.settle("other key", "it", lambda: "decided")
 
-    contracts = ranks(count, store, deadline_s=120.0)
-    threads = [threading.Thread(target=rank, args=(own,)) for own in contracts]
+    consensus = ranks(count, store, deadline_s=120.0)
+    threads = [threading.Thread(target=rank, args=(own,)) for own in consensus]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -187,7 +187,7 @@ def test_a_store_that_is_gone_says_so() -> None:
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             raise RuntimeError("connection lost")
 
-    own = Contracts(RankStore(Gone(), "contract: rank 1"), "net", 1, (0, 1), 1.0)  # type: ignore[arg-type]
+    own = Consensus(RankStore(Gone(), "contract: rank 1"), "net", 1, (0, 1), 1.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"contract: rank 1: the store .* connection lost"):
         own.settle("key", "it", lambda: "")
 
@@ -198,12 +198,12 @@ def test_two_kinds_of_calls_are_not_alike() -> None:
 
 
 def test_rank_that_fails_as_the_leader_did_says_so_itself() -> None:
-    def settle(contracts: Contracts) -> str:
+    def settle(consensus: Consensus) -> str:
         def decide() -> str:
-            raise ValueError(f"does not fit on rank {contracts.rank}")
+            raise ValueError(f"does not fit on rank {consensus.rank}")
 
         with pytest.raises(ValueError, match="does not fit") as caught:
-            contracts.settle("key", "the forward", decide)
+            consensus.settle("key", "the forward", decide)
         return str(caught.value)
 
     assert together(ranks(2), settle) == ["does not fit on rank 0", "does not fit on rank 1"]
@@ -228,8 +228,8 @@ def test_few_other_ranks_are_asked_whether_they_compile() -> None:
 
 
 def test_rank_alone_decides_and_stands_alone() -> None:
-    own = Contracts(None)
+    own = Consensus(None)
     assert own.settle("key", "it", lambda: "decided") == "decided"
     assert [own.elect("key", "it", stands).leader for stands in ("whole", "")] == [0, None]
     assert own.meet("key", "it", "whole", 0.1) == Election(0, True)
-    assert Contracts(None, rank=1, ranks=(2, 0, 1)).ranks == (0, 1, 2)
+    assert Consensus(None, rank=1, ranks=(2, 0, 1)).ranks == (0, 1, 2)

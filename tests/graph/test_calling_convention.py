@@ -11,18 +11,10 @@ from torch import Tensor
 
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.graph.ir import Flags
-from graphshard.state.dispatch import (
-    AGAIN,
-    KEEP,
-    REACHED,
-    RESHARD,
-    TO_POST_FORWARD,
-    Binding,
-    Plan,
-    UnitState,
-    make_plan,
-)
+from graphshard.state.binding import Binding
+from graphshard.state.calling_convention import CallingConvention, calling_convention
 from graphshard.state.shards import HELD, PARTIAL, PENDING, POST_FORWARD, RESIDENT
+from graphshard.state.unit_state import AGAIN, KEEP, REACHED, RESHARD, TO_POST_FORWARD, UnitState
 from tests.graph.graphs import BF16, F32
 
 
@@ -37,7 +29,7 @@ class FakeUnit:
 
 @dataclass(eq=False)
 class FakeShard:
-    """What a plan reads of a shard; tensors are there where a test holds something."""
+    """What a convention reads of a shard; tensors are there where a test holds something."""
 
     unit: FakeUnit
     index: int
@@ -71,12 +63,12 @@ def states(root: UnitState = STATE, second: UnitState = STATE) -> list[UnitState
     return [STATE, second, root]
 
 
-def forward(call: Binding, root: UnitState = STATE) -> Plan:
-    return make_plan(NAMES, GATHERED, {}, call, states(root))
+def forward(call: Binding, root: UnitState = STATE) -> CallingConvention:
+    return calling_convention(NAMES, GATHERED, {}, call, states(root))
 
 
-def backward(call: Binding, root: UnitState = STATE, **asked: Any) -> Plan:
-    return make_plan(NAMES, GATHERED, REDUCED, call, states(root), **asked)
+def backward(call: Binding, root: UnitState = STATE, **asked: Any) -> CallingConvention:
+    return calling_convention(NAMES, GATHERED, REDUCED, call, states(root), **asked)
 
 
 def test_binding_groups_slots_by_unit() -> None:
@@ -108,42 +100,42 @@ def test_binding_key_says_which_of_its_units_are_prefetched() -> None:
 
 
 def test_plan_of_the_default_is_empty() -> None:
-    for plan in (forward(binding()), backward(binding())):
-        assert plan == Plan()
-        assert plan.flags == Flags()
-        assert plan.extra_args(binding().shards) == []
+    for convention in (forward(binding()), backward(binding())):
+        assert convention == CallingConvention()
+        assert convention.flags == Flags()
+        assert convention.extra_args(binding().shards) == []
 
 
 def test_plan_keeps_what_stays_gathered() -> None:
-    plan = forward(binding(), replace(STATE, behind=KEEP))
-    assert (plan.kept, plan.flags.kept) == ([3], ("root_a",))
-    assert not plan.resident and not plan.dropped
+    convention = forward(binding(), replace(STATE, behind=KEEP))
+    assert (convention.kept, convention.flags.kept) == ([3], ("root_a",))
+    assert not convention.resident and not convention.dropped
 
 
 def test_plan_keeps_nothing_that_is_whole() -> None:
-    assert forward(binding(is_whole=True), replace(STATE, behind=KEEP)) == Plan()
+    assert forward(binding(is_whole=True), replace(STATE, behind=KEEP)) == CallingConvention()
 
 
 def test_plan_keeps_nothing_that_the_graph_does_not_gather() -> None:
-    plan = make_plan(NAMES, frozenset({0}), REDUCED, binding(), states(replace(STATE, behind=KEEP)))
-    assert plan == Plan()
+    convention = calling_convention(NAMES, frozenset({0}), REDUCED, binding(), states(replace(STATE, behind=KEEP)))
+    assert convention == CallingConvention()
 
 
 @pytest.mark.parametrize("behind", [RESHARD, KEEP, TO_POST_FORWARD])
 def test_plan_takes_what_is_gathered_already(behind: int) -> None:
     full = torch.ones(3)
     call = binding(full=full)
-    plan = forward(call, replace(STATE, behind=behind, slots=(RESIDENT,)))
-    assert (plan.flags.resident, plan.flags.kept) == (("root_a",), ())
-    assert plan.extra_args(call.shards) == [full]
-    assert plan.dropped == ([3] if behind == RESHARD else [])
+    convention = forward(call, replace(STATE, behind=behind, slots=(RESIDENT,)))
+    assert (convention.flags.resident, convention.flags.kept) == (("root_a",), ())
+    assert convention.extra_args(call.shards) == [full]
+    assert convention.dropped == ([3] if behind == RESHARD else [])
 
 
 def test_plan_reshards_to_fewer_ranks() -> None:
-    plan = forward(binding(), replace(STATE, behind=TO_POST_FORWARD, post_forward=(2, "1")))
-    assert plan.flags.resharded == ("root_a",)
-    assert [unit.name for unit in plan.ranks] == [""]
-    assert [arg.tolist() for arg in plan.extra_args(binding().shards)] == [[1]]
+    convention = forward(binding(), replace(STATE, behind=TO_POST_FORWARD, post_forward=(2, "1")))
+    assert convention.flags.resharded == ("root_a",)
+    assert [unit.name for unit in convention.ranks] == [""]
+    assert [arg.tolist() for arg in convention.extra_args(binding().shards)] == [[1]]
 
 
 @pytest.mark.parametrize(("behind", "kept", "dropped"), [(RESHARD, (), [3]), (KEEP, ("root_a",), []),
@@ -151,10 +143,10 @@ def test_plan_reshards_to_fewer_ranks() -> None:
 def test_plan_gathers_from_fewer_ranks(behind: int, kept: tuple[str, ...], dropped: list[int]) -> None:
     part = torch.ones(3)
     call = binding(post_forward=part)
-    plan = backward(call, UnitState(DEFAULT_SETTINGS, behind, True, (2, "1"), (POST_FORWARD | REACHED,)))
-    assert (plan.flags.rejoined, plan.flags.kept, plan.flags.resharded) == (("root_a",), kept, ())
-    assert plan.extra_args(call.shards) == [part]
-    assert plan.dropped == dropped
+    convention = backward(call, UnitState(DEFAULT_SETTINGS, behind, True, (2, "1"), (POST_FORWARD | REACHED,)))
+    assert (convention.flags.rejoined, convention.flags.kept, convention.flags.resharded) == (("root_a",), kept, ())
+    assert convention.extra_args(call.shards) == [part]
+    assert convention.dropped == dropped
 
 
 def test_plan_drops_nothing_that_a_later_call_of_the_backward_uses() -> None:
@@ -163,17 +155,17 @@ def test_plan_drops_nothing_that_a_later_call_of_the_backward_uses() -> None:
 
 
 def test_plan_leaves_gradients_unreduced_without_gradient_sync() -> None:
-    plan = backward(binding(), replace(STATE, reduces=False))
-    assert (plan.unreduced, plan.again, plan.local) == ([(3, 1)], [], [])
-    assert plan.flags.unreduced == {"root_a"}
+    convention = backward(binding(), replace(STATE, reduces=False))
+    assert (convention.unreduced, convention.again, convention.local) == ([(3, 1)], [], [])
+    assert convention.flags.unreduced == {"root_a"}
 
 
 def test_plan_adds_what_is_held() -> None:
     held = torch.ones(3, dtype=BF16)
     call = binding(held=held)
-    plan = backward(call, replace(STATE, slots=(HELD | REACHED,)))
-    assert plan.flags == Flags(added=(("root_a", BF16),))
-    assert plan.extra_args(call.shards) == [held]
+    convention = backward(call, replace(STATE, slots=(HELD | REACHED,)))
+    assert convention.flags == Flags(added=(("root_a", BF16),))
+    assert convention.extra_args(call.shards) == [held]
     unsynchronized = backward(call, replace(STATE, reduces=False, slots=(HELD | REACHED,)))
     assert unsynchronized.flags == Flags(unreduced=frozenset({"root_a"}), added=(("root_a", BF16),))
 
@@ -181,41 +173,43 @@ def test_plan_adds_what_is_held() -> None:
 def test_plan_adds_calls_of_one_backward_before_earlier_backwards() -> None:
     held, pending = torch.ones(3), torch.ones(3, dtype=BF16)
     call = binding(held=held, pending=pending)
-    plan = backward(call, replace(STATE, slots=(HELD | PENDING | REACHED,)))
-    assert plan.flags.added == (("root_a", BF16), ("root_a", F32))
-    assert [arg is want for arg, want in zip(plan.extra_args(call.shards), (pending, held), strict=True)] == [True] * 2
+    convention = backward(call, replace(STATE, slots=(HELD | PENDING | REACHED,)))
+    assert convention.flags.added == (("root_a", BF16), ("root_a", F32))
+    assert [arg is want for arg, want in zip(convention.extra_args(call.shards), (pending, held), strict=True)] == [
+        True
+    ] * 2
     unsynchronized = backward(call, replace(STATE, reduces=False, slots=(HELD | PENDING | REACHED,)))
-    assert unsynchronized.flags == replace(plan.flags, unreduced=frozenset({"root_a"}))
+    assert unsynchronized.flags == replace(convention.flags, unreduced=frozenset({"root_a"}))
 
 
 def test_plan_only_sums_while_another_call_follows() -> None:
-    plan = backward(binding(held=torch.ones(3)), replace(STATE, slots=(HELD | AGAIN | REACHED,)))
-    assert (plan.again, plan.unreduced) == ([(3, 1)], [])
-    assert plan.flags == Flags(unreduced=frozenset({"root_a"}))
+    convention = backward(binding(held=torch.ones(3)), replace(STATE, slots=(HELD | AGAIN | REACHED,)))
+    assert (convention.again, convention.unreduced) == ([(3, 1)], [])
+    assert convention.flags == Flags(unreduced=frozenset({"root_a"}))
 
 
 @pytest.mark.parametrize("all_reduce", [False, True])
 def test_plan_adds_partial_gradients_and_leaves_them_partial_as_asked(all_reduce: bool) -> None:
     partial, unit_settings = torch.ones(2), UnitSettings(all_reduce=all_reduce)
     call = binding(partial=partial)
-    plan = backward(call, UnitState(unit_settings, RESHARD, True, None, (PARTIAL | REACHED,)))
-    assert plan.flags.partial == ("root_a",)
-    assert plan.local == ([] if all_reduce else [(3, 1)])
-    assert plan.flags.units == (() if all_reduce else (("", unit_settings),))
-    assert plan.extra_args(call.shards) == [partial]
+    convention = backward(call, UnitState(unit_settings, RESHARD, True, None, (PARTIAL | REACHED,)))
+    assert convention.flags.partial == ("root_a",)
+    assert convention.local == ([] if all_reduce else [(3, 1)])
+    assert convention.flags.units == (() if all_reduce else (("", unit_settings),))
+    assert convention.extra_args(call.shards) == [partial]
 
 
 def test_plan_does_nothing_about_a_gradient_that_this_call_does_not_give() -> None:
     call = binding(held=torch.ones(3))
     for asked in ({"undefined": frozenset({"tangents_1"})}, {"inputs_only": True}):
-        plan = backward(call, replace(STATE, reduces=False, slots=(HELD,)), **asked)
-        assert not plan.unreduced and not plan.added
-        assert plan.flags == Flags(**asked)
+        convention = backward(call, replace(STATE, reduces=False, slots=(HELD,)), **asked)
+        assert not convention.unreduced and not convention.added
+        assert convention.flags == Flags(**asked)
 
 
 def test_plan_of_gradients_of_inputs_takes_what_is_gathered() -> None:
-    plan = backward(binding(full=torch.ones(3)), replace(STATE, slots=(RESIDENT | REACHED,)), inputs_only=True)
-    assert plan.flags == Flags(resident=("root_a",), inputs_only=True)
+    convention = backward(binding(full=torch.ones(3)), replace(STATE, slots=(RESIDENT | REACHED,)), inputs_only=True)
+    assert convention.flags == Flags(resident=("root_a",), inputs_only=True)
 
 
 def test_plan_orders_extra_arguments_as_the_flags() -> None:
@@ -233,8 +227,8 @@ def test_plan_orders_extra_arguments_as_the_flags() -> None:
         replace(STATE, behind=TO_POST_FORWARD),
         replace(STATE, slots=(POST_FORWARD | HELD | REACHED,)),
     ]
-    plan = make_plan(NAMES, GATHERED, REDUCED, call, found)
-    assert plan.flags == Flags(
+    convention = calling_convention(NAMES, GATHERED, REDUCED, call, found)
+    assert convention.flags == Flags(
         resident=("first_b",),
         rejoined=("root_a",),
         kept=("first_a",),
@@ -242,4 +236,4 @@ def test_plan_orders_extra_arguments_as_the_flags() -> None:
         added=(("root_a", F32),),
         partial=("first_a",),
     )
-    assert [float(arg) for arg in plan.extra_args(call.shards)] == [0, 1, 3, 2, 3]
+    assert [float(arg) for arg in convention.extra_args(call.shards)] == [0, 1, 3, 2, 3]

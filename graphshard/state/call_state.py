@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graphshard.fsdp2 import Unit
-from graphshard.state.calls import Backward
-from graphshard.state.dispatch import AGAIN, KEEP, REACHED, RESHARD, STAYS, Binding, UnitState
+from graphshard.state.binding import Binding
+from graphshard.state.calls import BackwardRequest
 from graphshard.state.holdings import Holdings
 from graphshard.state.shards import POST_FORWARD, RESIDENT
+from graphshard.state.unit_state import AGAIN, KEEP, REACHED, RESHARD, STAYS, UnitState
 
 
 def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] = frozenset()) -> list[UnitState]:
@@ -25,10 +26,12 @@ def forward_states(holdings: Holdings, binding: Binding, whole: frozenset[Unit] 
         bits: tuple[int, ...] = ()
         if unit in whole and unit.world_size > 1:
             bits = (RESIDENT,) * len(slots)
-        elif unit in holdings.active:
+        elif unit in holdings.shards.active:
             bits = tuple(shards[slot].bits & resides for slot in slots)
             bits = bits if any(bits) else ()
-        states.append(UnitState(unit.forward_settings(), holdings.behind_forward(unit), True, unit.post_forward, bits))
+        states.append(
+            UnitState(unit.forward_settings(), holdings.residency.behind_forward(unit), True, unit.post_forward, bits)
+        )
     return states
 
 
@@ -36,7 +39,7 @@ def backward_states(
     holdings: Holdings,
     reduced: Mapping[int, int],
     binding: Binding,
-    asked: Backward,
+    asked: BackwardRequest,
     dead: frozenset[int],
     split: frozenset[Unit],
     behind: frozenset[Unit] = frozenset(),
@@ -58,7 +61,7 @@ def backward_states(
     states = []
     for unit, slots in zip(binding.units, binding.slots, strict=True):
         bits: tuple[int, ...] = ()
-        if again or dead or unit in holdings.active:
+        if again or dead or unit in holdings.shards.active:
             bits = tuple(
                 shards[slot].bits
                 | (AGAIN if shards[slot] in again else 0)

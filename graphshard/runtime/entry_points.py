@@ -1,0 +1,86 @@
+"""What Dynamo compiles of a model: one function for each kind of module that is called from outside any graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from graphshard.capture import marked_classes
+from graphshard.capture.marking import hook_keys, shared_code_key
+from graphshard.compat.dynamo import BackendCompilerFailed
+from graphshard.compat.modules import module_call
+from graphshard.errors import RanksDiffer
+from graphshard.plan_file import PlanMismatch
+from graphshard.planner import BudgetTooSmall
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is compiled: the arguments of `graphshard.compile` that matter after sharding."""
+
+    backend: str = "inductor"
+    regions: str = "model"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    strict: bool = False
+    compare_every: int | None = None
+
+
+class EntryPoints:
+    """The compiled functions of one model.
+
+    Args:
+        model: marked (see `capture`).
+        options: how to compile it.
+        backend: for Dynamo.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._modules = list(model.modules())
+        self._hook_keys: list[int] = []
+        self._kinds: dict[int, object] = {}  # by module
+        self._functions: dict[object, Callable[..., Any]] = {}
+        self.outer: frozenset[int] = frozenset()
+
+    def refresh(self) -> None:
+        """Looks which hooks there are now: they are part of what is compiled."""
+        if self._hook_keys != (keys := hook_keys(self._modules)):
+            self._hook_keys = keys
+            self._kinds.clear()
+
+    def call(
+        self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a module, or a registered method of it, compiled; with a region per unit, what is around them is
+        plain Python.
+        """
+        if method is None and self._options.regions == "unit" and id(module) in self.outer:
+            return module_call(module, *args, **kwargs)
+        if (kind := self._kinds.get(id(module))) is None:
+            kind = self._kinds[id(module)] = shared_code_key(module)
+        if (function := self._functions.get((kind, method))) is None:
+            body = module_call if method is None else method.body
+            function = self._functions[kind, method] = torch.compile(
+                marked_classes.entry_point(type(module), body),
+                backend=self._backend,
+                fullgraph=self._options.fullgraph,
+                dynamic=self._options.dynamic,
+            )
+        try:
+            return function(module, args, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
+                raise error.inner_exception from None
+            raise

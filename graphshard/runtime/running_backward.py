@@ -1,0 +1,59 @@
+"""The backward that runs now: what is done when it ends, and what of it is put off for a pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graphshard.compat.autograd import backward_id, call_at_end_of_backward
+from graphshard.fsdp2 import Unit
+from graphshard.state.unit_reductions import UnitReductions
+
+
+class RunningBackward:
+    """What is known of the running backward.
+
+    Args:
+        reductions: of the model's units.
+
+    Attributes:
+        deferred: halves of backwards, for a pipeline's schedule; None: backward does all of its work at once.
+        finish: does what is left of a contract that it follows.
+    """
+
+    def __init__(self, reductions: UnitReductions) -> None:
+        self._reductions = reductions
+        self._id = -1
+        self._ending: frozenset[Unit] = frozenset()
+        self.deferred: list[Callable[[], None]] | None = None
+        self.finish: Callable[[], None] = lambda: None
+
+    def runs(self, only: frozenset[Unit] = frozenset()) -> None:
+        """Sees to it that what is held is looked at when the running backward ends.
+
+        Args:
+            only: units that it ends, of a list of modules that was called in parts; empty: all.
+        """
+        if (number := backward_id()) != self._id:
+            self._id, self._ending = number, only
+            call_at_end_of_backward(self._end)
+        self._ending = self._ending | only if only and self._ending else frozenset()
+
+    def _end(self) -> None:
+        self._id = -1
+        self.finish()
+        self._reductions.end_backward(self._ending)
+
+    def defer_weights(self) -> Callable[[], Callable[[], None]]:
+        """From now on backward computes gradients of inputs only; what is returned yields the rest of it, so far."""
+        self.deferred = []
+
+        def take() -> Callable[[], None]:
+            halves, self.deferred = self.deferred or [], []
+
+            def run() -> None:
+                while halves:
+                    halves.pop(0)()
+
+            return run
+
+        return take

@@ -1,0 +1,62 @@
+"""The outermost call of a model that runs now, or ran last."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphshard.compat.autograd import backward_id
+from graphshard.fsdp2 import Unit
+from graphshard.state.calls import Entry
+from graphshard.state.shard_table import ShardTable
+
+
+class RunningForward:
+    """What is known of the running forward.
+
+    Args:
+        shards: of the model.
+
+    Attributes:
+        runs: whether it does now.
+        entry: what the user called.
+        touched: units that it used.
+        regions_run: how many regions it has run.
+        nested: whether it called a module outside any graph.
+        in_backward: whether it recomputes a checkpoint.
+        is_inference: whether no backward can follow it.
+    """
+
+    def __init__(self, shards: ShardTable) -> None:
+        self._shards = shards
+        self.runs = False
+        self._entry_of: dict[int, Entry] = {}
+        self.entry = Entry()
+        self.touched: set[Unit] = set()
+        self.regions_run = 0
+        self.nested = self.in_backward = self.is_inference = False
+
+    def begin(self, module: nn.Module) -> None:
+        """A call of `module` begins."""
+        self.runs = True
+        self.touched.clear()
+        self.regions_run, self.nested = 0, False
+        self.is_inference = not torch.is_grad_enabled()
+        # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
+        self.in_backward = backward_id() != -1
+        if (entry := self._entry_of.get(id(module))) is None:
+            entry = self._entry_of[id(module)] = self._entered(module)
+        self.entry = entry
+
+    def _entered(self, module: nn.Module) -> Entry:
+        inside = {id(inner) for inner in module.modules()}
+        own_units = frozenset(unit for unit in self._shards.units_of(module) if unit in self._shards)
+        states = {unit.state_id for unit in own_units}
+        found = set()
+        for unit, _ in self._shards.by_unit():
+            ran = [id(own) in inside for own in unit.modules]
+            # The call of another unit's module ends what is incomplete inside.
+            if len(ran) > 1 and any(ran) and not all(ran) and (not states or unit.state_id in states):
+                found.add(unit)
+        name = ", ".join(unit.name or "root" for unit in self._shards.in_order(own_units)) or type(module).__name__
+        return Entry(name, own_units, frozenset(found))

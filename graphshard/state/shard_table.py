@@ -1,0 +1,117 @@
+"""The shards of one model, by where they are looked for: by leaf, by unit, in the model's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from graphshard import fsdp2
+from graphshard.capture import marked_classes
+from graphshard.fsdp2 import Unit
+from graphshard.reporting.report import Report
+from graphshard.state.binding import Binding
+from graphshard.state.shards import ParameterWatch, Shard
+
+
+class ShardTable:
+    """The shards of one model. They are made before its first call: parameters may be materialized until then.
+
+    Args:
+        model: annotated by `fully_shard` or `replicate`.
+        units: its.
+        report: its.
+
+    Attributes:
+        active: units of which some shard holds something, or did lately.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], report: Report) -> None:
+        self._model = model
+        self._report = report
+        self.units = units
+        self.active: set[Unit] = set()
+        self._shards: list[Shard] = []
+        self._of_unit: dict[Unit, list[Shard]] = {}
+        self._at: dict[int, Shard] = {}
+        self._bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
+        self._watch: ParameterWatch | None = None
+
+    def refresh(self) -> bool:
+        """Makes the shards, or new leaves for parameters that have changed; returns whether any is new.
+
+        Raises:
+            RuntimeError: a parameter was replaced in its module, or changed while an unreduced gradient was held.
+        """
+        if self._watch is None:
+            fsdp2.lazy_init(self._model)
+            found = {unit: self._shards_of(unit) for unit in self.units if unit.params}
+            self._of_unit, self._shards = found, [shard for own in found.values() for shard in own]
+        elif self._watch.changed():
+            for shard in self._shards:
+                shard.renew()
+        else:
+            return False
+        self._watch = ParameterWatch(self._shards)
+        self._bindings.clear()  # addresses mean nothing any more
+        self._at = self._addresses()
+        self._show_leaves()
+        return True
+
+    def _shards_of(self, unit: Unit) -> list[Shard]:
+        names = fsdp2.parameter_names(self._model, unit.params)
+        return [
+            Shard(param, unit, fqn, index, self._report)
+            for index, (param, fqn) in enumerate(zip(unit.params, names, strict=True))
+        ]
+
+    def _addresses(self) -> dict[int, Shard]:
+        return {shard.leaf.data_ptr(): shard for shard in self._shards}
+
+    def _show_leaves(self) -> None:
+        """Puts the leaves where properties of marked modules find them."""
+        for shard in self._shards:
+            for module, name in shard.param.owners:
+                module.__dict__[marked_classes.SHARDS][name] = shard.marker_args()
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self._shards)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._of_unit
+
+    def of(self, unit: Unit) -> Sequence[Shard]:
+        """All shards of a unit."""
+        return self._of_unit.get(unit, ())
+
+    def by_unit(self) -> Iterable[tuple[Unit, Sequence[Shard]]]:
+        """Each unit that has shards, in the model's order, with these."""
+        return self._of_unit.items()
+
+    def in_order(self, units: frozenset[Unit]) -> list[Unit]:
+        """The model's order, which is the same on every rank; that of a set is not."""
+        return [unit for unit in self._of_unit if unit in units]
+
+    def unit_named(self, name: str) -> Unit:
+        """The unit of that name."""
+        return next(unit for unit in self._of_unit if unit.name == name)
+
+    def units_of(self, module: nn.Module) -> list[Unit]:
+        """Units that `module` is of."""
+        return [unit for unit in self.units if any(own is module for own in unit.modules)]
+
+    def is_whole(self, units: frozenset[Unit]) -> bool:
+        """Whether `units` are all of the model's that have parameters."""
+        return units.issuperset(unit for unit in self.units if unit.params)
+
+    def at(self, leaf: Tensor) -> Shard:
+        """The shard of a leaf, or of what shares its memory."""
+        return self._at[leaf.data_ptr()]
+
+    def bind(self, region: int, direction: str, leaves: Iterable[Tensor]) -> Binding:
+        """The shards that a call of a region brings. `leaves`: in slot order."""
+        addresses = tuple(leaf.data_ptr() for leaf in leaves)
+        key = (region, direction, addresses)
+        if (binding := self._bindings.get(key)) is None:
+            binding = self._bindings[key] = Binding(tuple(self._at[address] for address in addresses))
+        return binding

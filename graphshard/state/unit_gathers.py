@@ -1,0 +1,134 @@
+"""Gathers of whole units outside any program: by hand, for several regions, or ahead of the region that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.distributed.fsdp import UnshardHandle
+
+from graphshard.fsdp2 import Unit
+from graphshard.state.shard_table import ShardTable
+from graphshard.state.shards import Shard
+from graphshard.state.unit_programs import UnitGather, UnitPrograms
+
+
+class UnitGathers:
+    """What is gathered of one model's units, and on its way.
+
+    Args:
+        shards: of the model.
+        programs: gather them.
+    """
+
+    def __init__(self, shards: ShardTable, programs: UnitPrograms) -> None:
+        self._shards = shards
+        self._programs = programs
+        self._under_way: dict[Unit, UnitGather] = {}
+
+    def unshard(self, units: Iterable[Unit]) -> UnshardHandle:
+        """Launches the gather of what is not gathered yet; it stays until it is resharded."""
+        units = list(units)
+        for unit in units:
+            if (found := self._under_way.get(unit)) is not None and found.ahead:
+                found.stays = True
+                self.finish([unit])
+            missing = [shard for shard in self._shards.of(unit) if shard.full is None and not shard.is_whole]
+            if missing and unit not in self._under_way:
+                self._under_way[unit] = self._programs.launch_gather(missing)
+        return _Handle(self, units)
+
+    def finish(self, units: Iterable[Unit]) -> None:
+        """Waits for gathers under way; the parameters stay, or are there for the next program."""
+        for unit in units:
+            if (found := self._under_way.pop(unit, None)) is not None:
+                arrived = found.wait()
+                if found.ahead and found.is_outdated():  # user code has written a parameter meanwhile
+                    arrived = self._programs.launch_gather(found.shards).wait()
+                for shard, full in zip(found.shards, arrived, strict=True):
+                    if found.stays:
+                        shard.stay(full)
+                    else:
+                        shard.keep(full)
+            self._shards.active.add(unit)
+
+    def finish_used(self, units: Sequence[Unit]) -> None:
+        """Waits for those of `units` that are under way: a program is about to use them."""
+        if self._under_way:
+            self.finish([unit for unit in units if unit in self._under_way])
+
+    def gather(self, unit: Unit, shards: Sequence[Shard], stays: bool, ahead: bool) -> None:
+        """Gathers for a program what of `shards`, of one unit, is neither gathered nor under way.
+
+        Args:
+            unit: the unit.
+            shards: of it.
+            stays: whether they stay behind the program.
+            ahead: whether it is launched now and awaited when the program runs.
+        """
+        if unit in self._under_way:
+            return
+        if missing := [shard for shard in shards if shard.full is None and not shard.is_whole]:
+            found = self._under_way[unit] = self._programs.launch_gather(missing)
+            found.stays, found.ahead = stays, ahead
+            if not ahead:
+                self.finish([unit])
+
+    def gather_whole(self, units: frozenset[Unit]) -> None:
+        """Gathers what of `units` is not gathered; it stays."""
+        for unit in self._shards.in_order(units):
+            if unit.world_size > 1:
+                self.unshard([unit])
+                self.finish([unit])
+
+    def is_under_way(self, unit: Unit) -> bool:
+        """Whether a gather of the unit was launched and not awaited."""
+        return unit in self._under_way
+
+    def settle(self) -> None:
+        """Waits until no gather is on its way; who needs one still finds it."""
+        for found in self._under_way.values():
+            found.settle()
+
+    def drop_ahead(self) -> None:
+        """Frees what was launched ahead and not needed."""
+        for unit in [unit for unit, found in self._under_way.items() if found.ahead]:
+            self._under_way.pop(unit).wait()
+
+    def drop_outdated(self) -> None:
+        """Frees what stays of parameters that an optimizer has written since: they are gathered again."""
+        for unit in self._shards.active:
+            for shard in self._shards.of(unit):
+                if shard.is_outdated():
+                    shard.reshard()
+
+    def stay_whole(self, units: Iterable[Unit]) -> None:
+        """Registers, gathered, what is whole on this rank."""
+        for unit in units:
+            for shard in self._shards.of(unit):
+                if shard.is_whole:
+                    shard.stay_whole()
+                    self._shards.active.add(unit)
+
+    def reshard(self, units: Iterable[Unit]) -> None:
+        """Frees what stays gathered."""
+        for unit in units:
+            if (found := self._under_way.pop(unit, None)) is not None:
+                found.wait()
+            for shard in self._shards.of(unit):
+                shard.reshard()
+
+    def reshard_all(self) -> None:
+        """Frees all that stays gathered."""
+        self.reshard(self._shards.in_order(frozenset(self._shards.active) | frozenset(self._under_way)))
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, gathers: UnitGathers, units: list[Unit]) -> None:
+        self._gathers = gathers
+        self._units = units
+
+    def wait(self) -> None:
+        """Waits, and registers the gathered parameters."""
+        self._gathers.finish(self._units)
+        self._gathers.stay_whole(self._units)
+        self._units = []

@@ -1,0 +1,88 @@
+"""Reductions of what programs left unreduced: of whole units, behind a region or at the end of a backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from graphshard.fsdp2 import Unit
+from graphshard.state.shard_table import ShardTable
+from graphshard.state.shards import Shard
+from graphshard.state.unit_gathers import UnitGathers
+from graphshard.state.unit_programs import UnitPrograms, UnitReduction
+
+
+class UnitReductions:
+    """What is reduced of one model's units, and on its way.
+
+    Args:
+        shards: of the model.
+        programs: reduce their gradients.
+        gathers: of its units: what a backward has used is freed when it ends.
+    """
+
+    def __init__(self, shards: ShardTable, programs: UnitPrograms, gathers: UnitGathers) -> None:
+        self._shards = shards
+        self._programs = programs
+        self._gathers = gathers
+        self._under_way: deque[UnitReduction] = deque()
+
+    def launch(self, unit: Unit) -> None:
+        """Launches the reduction of what the shards of a unit hold; as many are under way as FSDP2 would have."""
+        if left := self._unreduced(unit):
+            while len(self._under_way) >= unit.settings().scatter_buffers:
+                self._under_way.popleft().wait()
+            self._under_way.append(self._programs.launch_reduction(unit, left))
+
+    def finish(self) -> None:
+        """Waits for reductions under way."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+    def end_split(self, units: frozenset[Unit]) -> None:
+        """No other call of this backward uses the split `units`."""
+        for unit in self._shards.in_order(units):
+            _hold_pending(self._shards.of(unit))
+            if unit.reduce_grads and not unit.reduce_unused:
+                self.launch(unit)
+            if unit.reshard_after_backward:
+                self._gathers.reshard([unit])
+
+    def end_backward(self, only: frozenset[Unit] = frozenset()) -> None:
+        """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay.
+
+        Args:
+            only: the units that it ends; empty: all.
+        """
+        self.finish()
+        active = self._shards.active
+        for unit, shards in self._shards.by_unit():
+            if only and unit not in only:
+                continue
+            if not (unit in active or self._gathers.is_under_way(unit) or unit.reduce_unused):
+                continue
+            _hold_pending(shards)
+            if unit.reduce_grads and (left := self._unreduced(unit)):
+                self._programs.reduce(unit, left)
+            if unit.reshard_after_backward:
+                self._gathers.reshard([unit])
+                if not any(shard.bits for shard in shards):
+                    active.discard(unit)
+
+    def _unreduced(self, unit: Unit) -> list[Shard]:
+        """What is left to reduce of a unit."""
+        shards, settled = self._shards.of(unit), unit.settings().all_reduce
+        if unit.reduce_unused:
+            return [shard for shard in shards if shard.leaf.requires_grad]
+        return [shard for shard in shards if shard.held is not None or (settled and shard.partial is not None)]
+
+    def held(self) -> list[str]:
+        """FQNs of the parameters whose gradients are held."""
+        return [shard.fqn for shard in self._shards if shard.held is not None or shard.partial is not None]
+
+
+def _hold_pending(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        if shard.pending is not None:
+            shard.hold(shard.pending, shared=True)
+            shard.pending = None
