@@ -1,4 +1,4 @@
-"""Gives the modules of one model their marked classes (see `capture`)."""
+"""Gives the modules of one model their marked classes (see `marked_classes`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from graphshard.agree.contract import Contract
 from graphshard.compat.autograd import backward_id
 from graphshard.errors import RanksDiffer
 from graphshard.following.derived import derived
-from graphshard.following.following import Following
+from graphshard.following.followed_pass import FollowedPass
 from graphshard.following.route import Leg, Route
 from graphshard.following.variants import Variants
 from graphshard.fsdp2 import Unit
@@ -58,12 +58,12 @@ class Follower:
         self._is_known = False  # what the running call is
         self._is_in_legs = True  # so it is, as far as known
         self.role: Role | None = None
-        self.forward: Following | None = None
+        self.forward: FollowedPass | None = None
         self._running: Variants | None = None
-        self.backward: Following | None = None
+        self.backward: FollowedPass | None = None
         self._backward_role: Role | None = None
         self._backward_id = -1
-        self.finish: Callable[[Following], None] = lambda following: None
+        self.finish: Callable[[FollowedPass], None] = lambda followed: None
 
     def begin_forward(self, module: nn.Module) -> None:
         """An outermost call of `module` begins."""
@@ -101,7 +101,7 @@ class Follower:
 
     def of_forward(
         self, direction: Direction, binding: Binding, structure: str, broken: bool, runs: bool = True
-    ) -> Following | None:
+    ) -> FollowedPass | None:
         """What a region's forward follows; None: it is the whole call, or all ranks have such parts.
 
         Args:
@@ -119,14 +119,14 @@ class Follower:
             self.role = self._role(direction, binding, structure if self.is_whole(broken) else "")
             if self.role is not None and self.role.follows and self._running is not None:
                 states = forward_states(holdings, self.role.whole.binding)
-                self.forward = self._following(self.role.whole, self.role.whole.direction, states)
+                self.forward = self._followed_pass(self.role.whole, self.role.whole.direction, states)
                 self.forward.usual = self._running.usual
             self._is_in_legs = self.role is None
         if self._is_in_legs and self._follows_legs and binding.units:
             return self._of_leg(binding, structure, runs)
         return self.forward
 
-    def _of_leg(self, binding: Binding, structure: str, runs: bool) -> Following | None:
+    def _of_leg(self, binding: Binding, structure: str, runs: bool) -> FollowedPass | None:
         """What a part follows of a call that is in parts on all ranks."""
         leg = self._route.leg_of(self._what, self._number, binding, structure)
         if leg is not None and leg is self._route.current:
@@ -227,7 +227,7 @@ class Follower:
             raise RanksDiffer(f"contract: rank {leader} has a parameter '{missing[0]}', which this rank lacks")
         return WholeCall(structure, _ordered(by_name[name] for name in names), leader, direction)
 
-    def of_backward(self, asked: BackwardRequest) -> Following | None:
+    def of_backward(self, asked: BackwardRequest) -> FollowedPass | None:
         """What the running backward follows; None: nothing, as its forward.
 
         Raises:
@@ -249,7 +249,7 @@ class Follower:
         self.backward = self._of_call(role, asked) if role is not None and role.follows else None
         return self.backward
 
-    def _of_call(self, role: Role, asked: BackwardRequest) -> Following:
+    def _of_call(self, role: Role, asked: BackwardRequest) -> FollowedPass:
         """What the backward of a call follows."""
         binding, holdings = role.whole.binding, self._holdings
         again, units_again = frozenset[Shard](), frozenset[Unit]()
@@ -263,11 +263,11 @@ class Follower:
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(holdings, reduced, binding, usual, dead, frozenset())
-        following = self._following(role.whole, "backward", states)
-        following.again = again
-        following.reached = frozenset(binding.shards[slot] for slot in reduced if slot not in dead)
-        following.staying = staying_units(binding, states)
-        return following
+        followed = self._followed_pass(role.whole, "backward", states)
+        followed.again = again
+        followed.reached = frozenset(binding.shards[slot] for slot in reduced if slot not in dead)
+        followed.staying = staying_units(binding, states)
+        return followed
 
     def reads_outside(self, shard: Shard) -> None:
         """Is told that a parameter is read outside any graph."""
@@ -288,7 +288,7 @@ class Follower:
         self._holdings.calls.discard(call)
         self.of_backward(BackwardRequest(call.entry, role=call.role))
 
-    def _following(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> Following:
+    def _followed_pass(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> FollowedPass:
         state = state_text(whole.binding, states, direction == "backward")
         key = program_key(direction, whole.structure, state)
         base_key = (whole.structure, direction)
@@ -300,7 +300,7 @@ class Follower:
         what = f"the {direction} of '{self._holdings.forward.entry.name}'"
         contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader))
         self.learn(whole.structure, direction, contract)
-        return Following(whole, contract, direction)
+        return FollowedPass(whole, contract, direction)
 
     def learn_backward(self, structure: str, gathered: Iterable[str]) -> None:
         """Is told the FQNs of what the backward of a whole call gathers, if all is sharded."""
@@ -313,7 +313,7 @@ class Follower:
         if known is None or _size(contract) > _size(known):
             self._latest[key] = contract
 
-    def end_backward(self) -> Following | None:
+    def end_backward(self) -> FollowedPass | None:
         """The running backward ends; returns what it has followed."""
         found, self.backward, self._backward_role, self._backward_id = self.backward, None, None, -1
         return found

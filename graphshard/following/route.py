@@ -18,7 +18,7 @@ from typing import Protocol
 from graphshard.agree.agreement import first_difference
 from graphshard.agree.consensus import Consensus
 from graphshard.errors import RanksDiffer
-from graphshard.following.following import Following
+from graphshard.following.followed_pass import FollowedPass
 from graphshard.following.variants import ASKED_TIMES, PATIENCE_S
 from graphshard.state.binding import Binding
 from graphshard.state.calls import BackwardRequest
@@ -41,13 +41,13 @@ _FIRST_ADVICE = (
 class LegPrograms(Protocol):
     """What is asked of what selects the programs of a region."""
 
-    def known_as(self, leg: Leg) -> Following | None:
+    def known_as(self, leg: Leg) -> FollowedPass | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
 
-    def enter(self, leg: Leg) -> Following:
+    def enter(self, leg: Leg) -> FollowedPass:
         """Does what ranks do before the program of a leg; returns what they send then."""
 
-    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> Following:
+    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> FollowedPass:
         """The same of its backward."""
 
 

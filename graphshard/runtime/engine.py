@@ -192,7 +192,7 @@ class Engine:
         full = self._outside.read(self.shards.at(leaf))
         return full if len(layout) == 1 else marked_classes.as_tensor_parallel(full, *layout[1:])
 
-    # -- FSDP2's methods (see `capture`)
+    # -- FSDP2's methods (see `marked_classes`)
 
     @uncaptured
     def unshard(self, module: nn.Module, async_op: bool) -> UnshardHandle | None:

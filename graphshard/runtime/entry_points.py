@@ -35,7 +35,7 @@ class EntryPoints:
     """The compiled functions of one model.
 
     Args:
-        model: marked (see `capture`).
+        model: with marked classes.
         options: how to compile it.
         backend: for Dynamo.
     """

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from graphshard.following.following import Following, members
+from graphshard.following.followed_pass import FollowedPass, members
 from graphshard.following.route import Leg
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
@@ -149,34 +149,34 @@ class ProgramSelection:
 
     # -- a region that has come apart on this rank (see `route`)
 
-    def known_as(self, leg: Leg) -> Following | None:
+    def known_as(self, leg: Leg) -> FollowedPass | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
         if self._made.structure_of(leg.binding) != leg.structure:  # frozen meanwhile: others have another graph of it
             return None
         if leg.program.contract is None or (leg.graph.direction == "forward" and not self._knows_backward_of(leg)):
             return None
-        following = _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
-        following.brought = frozenset(following.shards) - frozenset(members(following.contract.buckets, "gather"))
-        return following
+        followed = _sent_for(leg, leg.binding, leg.program, leg.graph.direction)
+        followed.brought = frozenset(followed.shards) - frozenset(members(followed.contract.buckets, "gather"))
+        return followed
 
     def _knows_backward_of(self, leg: Leg) -> bool:
         names = {name for name, _ in leg.graph.slots}
         return self.backward_graph is not None and all(name in names for name, _ in self.backward_graph.slots)
 
-    def enter(self, leg: Leg) -> Following:
+    def enter(self, leg: Leg) -> FollowedPass:
         """Does what ranks do before the program of a leg; returns what they send then."""
         program = self.before_forward(leg.graph, leg.binding)
-        following = _sent_for(leg, leg.binding, program, leg.graph.direction)
-        following.usual = self._usual
+        followed = _sent_for(leg, leg.binding, program, leg.graph.direction)
+        followed.usual = self._usual
 
         def end() -> None:
-            self._usual |= {fqn: max(count, self._usual.get(fqn, 0)) for fqn, count in following.uses.items()}
+            self._usual |= {fqn: max(count, self._usual.get(fqn, 0)) for fqn, count in followed.uses.items()}
             _free(leg.binding)
 
-        following.end = end
-        return following
+        followed.end = end
+        return followed
 
-    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> Following:
+    def enter_backward(self, leg: Leg, asked: BackwardRequest) -> FollowedPass:
         """The same of its backward."""
         graph = self.backward_graph
         assert graph is not None
@@ -184,13 +184,13 @@ class ProgramSelection:
         binding = Binding(tuple(shard_of[name] for name, _ in graph.slots))
         dead = self.dead_outputs(graph, frozenset(), asked.inputs_only)
         selected = self.before_backward(graph, binding, asked, dead)
-        following = _sent_for(leg, binding, selected.program, "backward")
-        following.again = asked.again
-        following.staying = staying_units(binding, selected.states)
-        following.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
-        following.unreduced = selected.behind | selected.split
-        following.end = partial(self.behind_backward, selected)
-        return following
+        followed = _sent_for(leg, binding, selected.program, "backward")
+        followed.again = asked.again
+        followed.staying = staying_units(binding, selected.states)
+        followed.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
+        followed.unreduced = selected.behind | selected.split
+        followed.end = partial(self.behind_backward, selected)
+        return followed
 
 
 def _free(binding: Binding) -> None:
@@ -199,7 +199,7 @@ def _free(binding: Binding) -> None:
             shard.reshard()
 
 
-def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> Following:
+def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> FollowedPass:
     assert program.contract is not None
     contract = program.contract.for_params(contract_params(binding))
-    return Following(leg.role(follows=True).whole, contract, direction)
+    return FollowedPass(leg.role(follows=True).whole, contract, direction)

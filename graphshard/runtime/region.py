@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from graphshard.compat.dynamo import boxed
 from graphshard.compat.inductor import CompileState
-from graphshard.following.followed import Followed
+from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.ir import (
     Direction,
@@ -67,7 +67,7 @@ class Region:
         self._made = RegionPrograms(runtime, number, positions, num_inputs, compile_graph)
         self._runner = ProgramRunner(self._made)
         self._selection = ProgramSelection(self._made, broken)
-        self.followed = Followed(self._runner, self._made)
+        self.parts = PartPrograms(self._runner, self._made)
         self.calls = Calls(runtime.holdings.calls, runtime.holdings.split.units, number)
 
     # -- compilation
@@ -90,10 +90,10 @@ class Region:
         is_whole = runtime.follower.is_whole(self._broken)
         made.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
         made.structure = made.structure_of(binding)
-        following = runtime.follower.of_forward(graph.direction, binding, made.structure, self._broken, runs=False)
+        followed = runtime.follower.of_forward(graph.direction, binding, made.structure, self._broken, runs=False)
         made.leader = runtime.follower.leader
-        if following is not None:
-            self.followed.lower_forward(graph, binding, following)
+        if followed is not None:
+            self.parts.lower_forward(graph, binding, followed)
             return boxed(lambda args: self._run_forward(graph, args))
         whole = runtime.holdings.split.in_forward(binding.parts, self._broken) | runtime.prefetch.outside(binding)
         if planning is not None and direction == "forward":
@@ -110,13 +110,13 @@ class Region:
         holdings, follower = runtime.holdings, runtime.follower
         forward = holdings.forward
         forward.touched.update(binding.units)
-        following = follower.of_forward(graph.direction, binding, self._made.structure, self._broken)
-        if following is not None:
+        followed = follower.of_forward(graph.direction, binding, self._made.structure, self._broken)
+        if followed is not None:
             holdings.gathers.finish_used(binding.units)
             forward.regions_run += 1
             if graph.direction == "forward":
                 self.calls.begin(binding, forward.entry, follower.role)
-            return self.followed.forward(graph, binding, args, following)
+            return self.parts.forward(graph, binding, args, followed)
         program = self._selection.before_forward(graph, binding)
         role = follower.runs(Leg(self._selection, self._made.structure, graph, binding, program))
         if graph.direction == "forward":
@@ -152,9 +152,9 @@ class Region:
         binding = self._runner.bind(graph, args)
         undefined = _undefined(graph, asked.absent)
         dead = self._selection.dead_outputs(graph, undefined, asked.inputs_only)
-        if (following := self._made.runtime.follower.of_backward(asked)) is not None:
+        if (followed := self._made.runtime.follower.of_backward(asked)) is not None:
             reached = undefined if dead else frozenset()
-            return self.followed.backward(graph, binding, args, following, asked, dead, reached)
+            return self.parts.backward(graph, binding, args, followed, asked, dead, reached)
         selected = self._selection.before_backward(graph, binding, asked, dead, undefined)
         results = self._runner.run(selected.program, binding, args)
         self._selection.behind_backward(selected)

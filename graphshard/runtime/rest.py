@@ -1,11 +1,11 @@
-"""What a rank that follows a contract does of it outside any graph (see `following`)."""
+"""What a rank that follows a contract does of it outside any graph (see `followed_pass`)."""
 
 from __future__ import annotations
 
 import torch
 
 from graphshard.compat.dynamo import boxed_graph
-from graphshard.following.followed import Followed
+from graphshard.following.part_programs import PartPrograms
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.state.binding import Binding
@@ -17,22 +17,22 @@ class Rest:
 
     Args:
         runtime: of the model.
-        followed: makes and runs programs.
+        parts: makes and runs programs of parts.
     """
 
-    def __init__(self, runtime: ModelRuntime, followed: Followed) -> None:
+    def __init__(self, runtime: ModelRuntime, parts: PartPrograms) -> None:
         self._runtime = runtime
-        self._followed = followed
-        runtime.follower.finish = followed.finish
+        self._parts = parts
+        runtime.follower.finish = parts.finish
 
     @torch.no_grad()
     def bring(self, shard: Shard) -> bool:
         """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
         follower = self._runtime.follower
-        following = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
-        if following is not None:
-            self._followed.bring(following, shard)
-        return following is not None
+        followed = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
+        if followed is not None:
+            self._parts.bring(followed, shard)
+        return followed is not None
 
     @torch.no_grad()
     def finish_forward(self) -> None:
@@ -41,17 +41,17 @@ class Rest:
         if self._runtime.holdings.forward.in_backward:
             return
         if follower.forward is not None:
-            self._followed.finish(follower.forward)
+            self._parts.finish(follower.forward)
         follower.end_forward()
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """A backward ends."""
-        if (following := self._runtime.follower.end_backward()) is not None:
-            self._followed.finish(following)
+        if (followed := self._runtime.follower.end_backward()) is not None:
+            self._parts.finish(followed)
 
 
 def rest_of_contracts(runtime: ModelRuntime) -> Rest:
     """Runs its programs operator by operator, in a region of its own."""
     own = region.Region(runtime, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
-    return Rest(runtime, own.followed)
+    return Rest(runtime, own.parts)

@@ -1,4 +1,4 @@
-"""The state of one call: what its shards hold and its units' flags ask, as it stands now (see `dispatch`)."""
+"""The state of one call: what its shards hold and its units' flags ask, as it stands now (see `unit_state`)."""
 
 from __future__ import annotations
 

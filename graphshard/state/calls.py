@@ -68,7 +68,7 @@ class BackwardRequest:
         entry: what the user called in forward.
         absent: whether each tangent has no gradient.
         again: shards that a later call of the same backward uses too.
-        units_again: split units (see `Holdings`) of which that is so.
+        units_again: split units (see `SplitUnits`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
         role: of the call.
     """

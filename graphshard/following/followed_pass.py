@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass
-class Following:
+class FollowedPass:
     """One forward, or one backward, of a rank that follows a contract.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Programs of a region that is a part, on this rank, of what is one graph on others (see `following`)."""
+"""Programs of a region that is a part, on this rank, of what is one graph on others (see `followed_pass`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphshard.agree.contract import Contract
 from graphshard.errors import RanksDiffer
-from graphshard.following.following import Following, Part, empty_graph, extended, extra_args, members
+from graphshard.following.followed_pass import FollowedPass, Part, empty_graph, extended, extra_args, members
 from graphshard.graph.ir import Direction, output_args
 from graphshard.graph.plan import PlannedBucket
 from graphshard.state.binding import Binding
@@ -64,7 +64,7 @@ class _Step:
     program: Program
 
 
-class Followed:
+class PartPrograms:
     """The programs of one region.
 
     Args:
@@ -80,48 +80,48 @@ class Followed:
 
     # -- forward
 
-    def lower_forward(self, graph: MarkedGraph, binding: Binding, following: Following) -> None:
+    def lower_forward(self, graph: MarkedGraph, binding: Binding, followed: FollowedPass) -> None:
         """Makes the program that a forward is about to run."""
-        self._forward_step(graph, binding, following, late=False)
+        self._forward_step(graph, binding, followed, late=False)
 
-    def forward(self, graph: MarkedGraph, binding: Binding, args: list[Any], following: Following) -> list[Any]:
+    def forward(self, graph: MarkedGraph, binding: Binding, args: list[Any], followed: FollowedPass) -> list[Any]:
         """Runs a forward, or one that a checkpoint recomputes; what it gathers stays for the programs to come."""
-        step = self._forward_step(graph, binding, following)
-        results, fulls, _ = self._run(step, graph, args, following)
+        step = self._forward_step(graph, binding, followed)
+        results, fulls, _ = self._run(step, graph, args, followed)
         self._keep(step, fulls)
         if not self._runner.holdings.forward.in_backward:
-            following.use(binding.shards)
-            self._free(following, (*binding.shards, *step.gathers))
+            followed.use(binding.shards)
+            self._free(followed, (*binding.shards, *step.gathers))
         return results
 
-    def _free(self, following: Following, shards: Sequence[Shard]) -> None:
+    def _free(self, followed: FollowedPass, shards: Sequence[Shard]) -> None:
         for shard in shards:
-            if shard.is_for_one_program and following.is_used_up(shard):
+            if shard.is_for_one_program and followed.is_used_up(shard):
                 shard.reshard()
 
-    def bring(self, following: Following, shard: Shard) -> None:
+    def bring(self, followed: FollowedPass, shard: Shard) -> None:
         """Gathers a parameter that is read outside any graph."""
-        following.use([shard], outside=True)
+        followed.use([shard], outside=True)
         if shard.full is not None:
             return
-        direction = following.direction
-        buckets = following.part([shard.fqn], (), lambda shard: True, f"the {direction} outside any graph")
+        direction = followed.direction
+        buckets = followed.part([shard.fqn], (), lambda shard: True, f"the {direction} outside any graph")
         graph = marked_graph(empty_graph(direction), direction, [], {}, None)
-        step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
-        _, fulls, _ = self._run(step, graph, [], following)
+        step = self._step(graph, Binding(()), followed, buckets, lambda shard: 0)
+        _, fulls, _ = self._run(step, graph, [], followed)
         self._keep(step, fulls)
-        self._free(following, step.gathers)
+        self._free(followed, step.gathers)
 
-    def _forward_step(self, graph: MarkedGraph, binding: Binding, following: Following, late: bool = True) -> _Step:
-        missing = self._missing(graph, binding, following)
-        buckets = following.part(
+    def _forward_step(self, graph: MarkedGraph, binding: Binding, followed: FollowedPass, late: bool = True) -> _Step:
+        missing = self._missing(graph, binding, followed)
+        buckets = followed.part(
             missing, (), lambda shard: True, f"the {graph.direction} of region {self._runner.number}"
         )
 
         def bits(shard: Shard) -> int:
-            return shard.bits & RESIDENT | STAYS | (RESIDENT if shard.fqn in following.brought else 0)
+            return shard.bits & RESIDENT | STAYS | (RESIDENT if shard.fqn in followed.brought else 0)
 
-        return self._step(graph, binding, following, buckets, bits, late=late)
+        return self._step(graph, binding, followed, buckets, bits, late=late)
 
     def _keep(self, step: _Step, fulls: Sequence[Tensor]) -> None:
         holdings = self._runner.holdings
@@ -140,7 +140,7 @@ class Followed:
         graph: MarkedGraph,
         binding: Binding,
         args: list[Any],
-        following: Following,
+        followed: FollowedPass,
         asked: BackwardRequest,
         dead: frozenset[int],
         undefined: frozenset[str],
@@ -158,7 +158,7 @@ class Followed:
             if position not in dead and binding.shards[slot] not in later and reduces[binding.shards[slot].unit]
         }
         where = f"the backward of region {self._runner.number}"
-        buckets = following.part(self._missing(graph, binding, following), ready, later.__contains__, where)
+        buckets = followed.part(self._missing(graph, binding, followed), ready, later.__contains__, where)
         sent = {*members(buckets, "reduce")}
         reached = {binding.shards[slot] for slot, position in graph.reduced.items() if position not in dead}
 
@@ -168,8 +168,8 @@ class Followed:
                 return found | AGAIN
             return found if shard.fqn in sent else found | LATER
 
-        step = self._step(graph, binding, following, buckets, bits, undefined, asked.inputs_only)
-        results, fulls, reduced = self._run(step, graph, args, following)
+        step = self._step(graph, binding, followed, buckets, bits, undefined, asked.inputs_only)
+        results, fulls, reduced = self._run(step, graph, args, followed)
         for shard, full in zip((*step.handed, *step.gathers), fulls, strict=True):
             shard.keep(full)
             holdings.shards.active.add(shard.unit)
@@ -186,40 +186,40 @@ class Followed:
 
     # -- the end of a pass
 
-    def finish(self, following: Following) -> None:
+    def finish(self, followed: FollowedPass) -> None:
         """Does what is left of the contract: gathers that this rank does not need, reductions of zeros."""
-        direction = following.direction
-        if buckets := following.rest():
+        direction = followed.direction
+        if buckets := followed.rest():
             graph = marked_graph(empty_graph(direction), direction, [], {}, None)
-            step = self._step(graph, Binding(()), following, buckets, lambda shard: 0)
-            _, fulls, reduced = self._run(step, graph, [], following)
+            step = self._step(graph, Binding(()), followed, buckets, lambda shard: 0)
+            _, fulls, reduced = self._run(step, graph, [], followed)
             if direction == "forward":
                 self._keep(step, fulls)
-                self._free(following, step.gathers)
+                self._free(followed, step.gathers)
             elif direction == "backward":
                 for shard, full in zip(step.gathers, fulls, strict=True):
                     shard.keep(full)
                     self._runner.holdings.shards.active.add(shard.unit)
             self._deliver(step.reductions, reduced)
         if direction == "backward":
-            self._leave_as_others(following)
-        following.end()
+            self._leave_as_others(followed)
+        followed.end()
 
-    def _leave_as_others(self, following: Following) -> None:
+    def _leave_as_others(self, followed: FollowedPass) -> None:
         """Later programs see the state that those of other ranks see."""
-        for fqn in members(following.contract.buckets, "gather"):
-            shard = following.shards[fqn]
-            if shard.unit not in following.staying and shard.is_for_one_program:
+        for fqn in members(followed.contract.buckets, "gather"):
+            shard = followed.shards[fqn]
+            if shard.unit not in followed.staying and shard.is_for_one_program:
                 shard.reshard()
-        for shard in following.reached:
+        for shard in followed.reached:
             if not shard.unit.reduce_unused:
-                self._fill(shard, following)
+                self._fill(shard, followed)
 
-    def _fill(self, shard: Shard, following: Following) -> None:
+    def _fill(self, shard: Shard, followed: FollowedPass) -> None:
         """Zeros for what this rank has not used, where others hold a gradient."""
         param, unit, device = shard.param, shard.unit, shard.unit.device
-        is_held = not unit.reduce_grads or unit in following.unreduced
-        if shard in following.again:
+        is_held = not unit.reduce_grads or unit in followed.unreduced
+        if shard in followed.again:
             if shard.pending is None:
                 shard.pending = torch.zeros(param.size, dtype=param.param_dtype, device=device)
         elif is_held and shard.held is None and shard.pending is None:
@@ -229,7 +229,7 @@ class Followed:
 
     # -- both
 
-    def _missing(self, graph: MarkedGraph, binding: Binding, following: Following) -> list[str]:
+    def _missing(self, graph: MarkedGraph, binding: Binding, followed: FollowedPass) -> list[str]:
         found = []
         for slot in graph.gather_order:
             shard = binding.shards[slot]
@@ -238,7 +238,7 @@ class Followed:
                     f"contract: '{shard.fqn}' is kept over a smaller group after forward, which a rank whose graphs "
                     "break where others do not cannot follow; want no graph break, or another reshard_after_forward"
                 )
-            if shard.full is None and shard.unit.world_size > 1 and shard.fqn not in following.brought:
+            if shard.full is None and shard.unit.world_size > 1 and shard.fqn not in followed.brought:
                 found.append(shard.fqn)
         return found
 
@@ -246,14 +246,14 @@ class Followed:
         self,
         graph: MarkedGraph,
         binding: Binding,
-        following: Following,
+        followed: FollowedPass,
         buckets: tuple[PlannedBucket, ...],
         bits: Callable[[Shard], int],
         undefined: frozenset[str] = frozenset(),
         inputs_only: bool = False,
         late: bool = True,
     ) -> _Step:
-        missing = self._missing(graph, binding, following)
+        missing = self._missing(graph, binding, followed)
         own = {shard.fqn: shard for shard in binding.shards}
         names = {binding.shards[slot].fqn: graph.slots[slot][0] for slot in graph.gather_order}
         reduces = {
@@ -262,8 +262,8 @@ class Followed:
             if bits(binding.shards[slot]) & REACHED and not bits(binding.shards[slot]) & (AGAIN | LATER)
         }
         handed = [own[fqn] for fqn in missing]
-        gathers = [following.shards[fqn] for fqn in members(buckets, "gather") if fqn not in missing]
-        reductions = [following.shards[fqn] for fqn in members(buckets, "reduce") if fqn not in reduces]
+        gathers = [followed.shards[fqn] for fqn in members(buckets, "gather") if fqn not in missing]
+        reductions = [followed.shards[fqn] for fqn in members(buckets, "reduce") if fqn not in reduces]
         part = Part(
             buckets,
             tuple(shard.fqn for shard in gathers),
@@ -281,8 +281,8 @@ class Followed:
             convention = calling_convention(
                 [name for name, _ in wider.slots], wider.gathered, wider.reduced, whole, states, undefined, inputs_only
             )
-            contract = following.contract_for(part)
-            held_bytes = sum(shard.held_bytes for shard in following.shards.values() if shard not in whole.shards)
+            contract = followed.contract_for(part)
+            held_bytes = sum(shard.held_bytes for shard in followed.shards.values() if shard not in whole.shards)
             program = self._made.lower(wider, whole, convention, "", late, contract, held_bytes)
             self._programs[program_key] = program
         return _Step(part, gathers, reductions, handed, whole, program)
@@ -301,13 +301,13 @@ class Followed:
         return states
 
     def _run(
-        self, step: _Step, graph: MarkedGraph, args: list[Any], following: Following
+        self, step: _Step, graph: MarkedGraph, args: list[Any], followed: FollowedPass
     ) -> tuple[list[Any], list[Tensor], list[Tensor | None]]:
         """The graph's own results, what is gathered for others, what is reduced of others."""
         taken = [*args, *extra_args(step.gathers, step.reductions)]
         args.clear()
         results = self._runner.run(step.program, step.binding, taken)
-        following.done += len(step.part.buckets)
+        followed.done += len(step.part.buckets)
         first = len(output_args(graph.gm.graph))
         second = first + len(step.handed) + len(step.gathers)
         return results[:first], results[first:second], results[second:]
