@@ -17,11 +17,13 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo check test mutants gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
+	@echo 'make check   lint, types, and the tests that need no process group'
 	@echo 'make test    run the tests'
+	@echo 'make mutants deliberate breaks, each of which a test has to notice'
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
@@ -32,8 +34,14 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
 
+check: lint types
+	$(BIN)/python -m pytest tests/graph tests/kernels -n 2 $(PYTEST_FLAGS)
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutations
 
 # gpu-test and bench-gpu, not in .venv: a CUDA build of torch is there already, or there is nothing to run.
 gpu-test:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ def _fail(invariant: str, graph: Graph, node: Node | None, message: str) -> NoRe
     raise VerifyError(invariant, f"{where}{message}\n{format_graph(graph, node) if node is not None else ''}")
 
 
+# By node: its target and arguments, its value and theirs.
+Recomputed = dict[Node, tuple[Any, Any, Any, list[Any]]]
+
+
 def check_lint(graph: Graph) -> None:
     """G1."""
     try:
@@ -65,15 +69,27 @@ def check_lint(graph: Graph) -> None:
         raise VerifyError("G1", str(error)) from error
 
 
-def check_values(graph: Graph, recompute: bool) -> None:
-    """G2, and G3 if `recompute`: shape, dtype and strides of every operator's result, computed again from its
-    arguments.
+def check_values(graph: Graph, recomputed: Recomputed | None = None) -> None:
+    """G2, and G3 where there is `recomputed`: shape, dtype and strides of every operator's result, computed again from
+    its arguments.
+
+    Args:
+        graph: to check.
+        recomputed: what was found right after earlier passes, and is not computed again; gets what is found now.
     """
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta and not _has_no_value(node):
             _fail("G2", graph, node, "has no meta['val']")
-        if recompute and node.op == "call_function":
-            _check_value(graph, node)
+        if recomputed is not None and node.op == "call_function":
+            sources = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+            target, args, kwargs, known = recomputed.get(node, (None, (), {}, []))
+            if (
+                target is not node.target
+                or (args, kwargs) != (node.args, node.kwargs)
+                or any(now is not then for now, then in zip(sources, known, strict=True))
+            ):
+                _check_value(graph, node)
+                recomputed[node] = (node.target, node.args, node.kwargs, sources)
 
 
 def _has_no_value(node: Node) -> bool:

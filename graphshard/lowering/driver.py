@@ -147,6 +147,7 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -
         verify.check_lint(graph)
     _dump(directory, title, 0, "captured", graph)
     edits: list[tuple[str, object]] = []
+    recomputed: verify.Recomputed | None = {} if level > 1 else None
     for number, step in enumerate(passes, start=1):
         if step.name in disabled:
             continue
@@ -157,7 +158,7 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -
         step.apply(graph, edit)
         if before is not None:
             try:
-                before.check(graph, step, ctx, level)
+                before.check(graph, step, ctx, recomputed)
             except VerifyError as error:
                 error.add_note(f"after pass {step.name} of {title}: {edit}")
                 raise
@@ -175,9 +176,9 @@ class _Before:
         self.random = verify.random_operators(graph)
         self.traffic = verify.traffic(graph, ctx) if ctx.direction != "joint" else {}
 
-    def check(self, graph: Graph, step: Pass, ctx: PassContext, level: int) -> None:
+    def check(self, graph: Graph, step: Pass, ctx: PassContext, recomputed: verify.Recomputed | None) -> None:
         verify.check_lint(graph)
-        verify.check_values(graph, recompute=level > 1)
+        verify.check_values(graph, recomputed)
         verify.check_waits(graph)
         verify.check_hazards(graph)
         verify.check_dtypes(graph)

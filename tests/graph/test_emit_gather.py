@@ -19,7 +19,7 @@ from tests.graph.lockstep import mesh_groups, run_ranks
 
 def inserted(marked: Marked) -> Marked:
     lowered = lowered_until(marked, "insert_collectives")
-    verify.check_values(lowered.graph, recompute=True)
+    verify.check_values(lowered.graph, {})
     verify.check_dtypes(lowered.graph)
     return lowered
 

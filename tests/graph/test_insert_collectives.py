@@ -46,7 +46,7 @@ PAD = aten.constant_pad_nd.default
 
 def inserted(marked: Marked) -> Marked:
     lowered = lowered_until(marked, "insert_collectives")
-    verify.check_values(lowered.graph, recompute=True)
+    verify.check_values(lowered.graph, {})
     verify.check_waits(lowered.graph)
     assert not insert_collectives.decide(lowered.graph, lowered.ctx)
     return lowered
@@ -171,7 +171,7 @@ def test_one_rank_launches_nothing() -> None:
     for marked in (toy_forward(toy_weights(world_size=1)), toy_backward(toy_weights(world_size=1))):
         lowered = lowered_until(marked)
         assert not [node for node in lowered.graph.nodes if node.target in {WAIT, *LAUNCHES, UNSHARD, REDUCE_GRAD}]
-        verify.check_values(lowered.graph, recompute=True)
+        verify.check_values(lowered.graph, {})
 
 
 def _alone(*views: Any, escapes: bool, **changes: Any) -> Marked:

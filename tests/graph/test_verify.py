@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_g1_rejects_a_node_of_another_graph() -> None:
 @pytest.mark.parametrize("name", ["x", "relu_default", "unshard_default"])
 def test_g2_rejects_a_value_without_a_fake_value(name: str) -> None:
     marked = toy_forward(toy_weights())
-    verify.check_values(marked.graph, recompute=False)
+    verify.check_values(marked.graph)
     del marked.node(name).meta["val"]
-    assert_rejects("G2", lambda: verify.check_values(marked.graph, recompute=False), f"> %{name} = ")
+    assert_rejects("G2", lambda: verify.check_values(marked.graph), f"> %{name} = ")
 
 
 def _retyped(node: Node, size: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> None:
@@ -70,24 +71,41 @@ def _retyped(node: Node, size: tuple[int, ...], dtype: torch.dtype, strides: tup
 )
 def test_g3_rejects_a_stale_fake_value(size: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> None:
     marked = toy_forward(toy_weights())
-    verify.check_values(marked.graph, recompute=True)
+    verify.check_values(marked.graph, {})
     _retyped(marked.node("unshard_default"), size, dtype, strides)
-    verify.check_values(marked.graph, recompute=False)
-    assert_rejects("G3", lambda: verify.check_values(marked.graph, recompute=True), "> %unshard_default = ")
+    verify.check_values(marked.graph)
+    assert_rejects("G3", lambda: verify.check_values(marked.graph, {}), "> %unshard_default = ")
+
+
+def test_g3_computes_again_only_what_has_changed_since() -> None:
+    marked = two_gathers(Weight("a", (4, 3)), Weight("b", (4, 3)))
+    recomputed: verify.Recomputed = {}
+    verify.check_values(marked.graph, recomputed)
+    first, second = marked.calls(UNSHARD)
+    with mock.patch.object(verify, "_check_value") as checked:
+        verify.check_values(marked.graph, recomputed)
+        assert not checked.called
+        first.meta["val"] = torch.empty_like(first.meta["val"])
+        verify.check_values(marked.graph, recomputed)
+        assert {call.args[1] for call in checked.call_args_list} == {first, *first.users}
+        checked.reset_mock()
+        next(iter(first.users)).replace_input_with(first, second)
+        verify.check_values(marked.graph, recomputed)
+        assert checked.call_count == 1
 
 
 def test_g3_rejects_a_stale_fake_value_of_a_copy() -> None:
     lowered = lowered_forward()
-    verify.check_values(lowered.graph, recompute=True)
+    verify.check_values(lowered.graph, {})
     _retyped(lowered.node("cat_default"), (20,), F32, (1,))
-    assert_rejects("G3", lambda: verify.check_values(lowered.graph, recompute=True), "> %cat_default = ", "f32[21]")
+    assert_rejects("G3", lambda: verify.check_values(lowered.graph, {}), "> %cat_default = ", "f32[21]")
 
 
 def test_g3_rejects_a_stale_fake_value_of_a_split() -> None:
     lowered = lowered_forward()
     split = lowered.node("split_with_sizes_default")
     split.meta["val"] = tuple(reversed(val(split)))
-    check = lambda: verify.check_values(lowered.graph, recompute=True)  # noqa: E731
+    check = lambda: verify.check_values(lowered.graph, {})  # noqa: E731
     assert_rejects("G3", check, "> %split_with_sizes_default = ")
 
 
