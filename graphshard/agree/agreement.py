@@ -34,8 +34,6 @@ NEWER_RUN_S = 60.0
 
 _DIGEST_BYTES = 16
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
-# Backends whose other ranks are pretended: torch's, and that of `bench.loopback`.
-WITHOUT_PEERS = ("fake", "loopback")
 
 
 @dataclass
@@ -269,8 +267,13 @@ def post_to_group(group_name: str, what: str, lines: Sequence[str], **words: str
 
 
 def without_peers(group: dist.ProcessGroup | None) -> bool:
-    """Whether the other ranks of a process group, by default that of all ranks, are pretended."""
-    return dist.get_backend(group) in WITHOUT_PEERS
+    """Whether the other ranks of a process group, by default that of all ranks, are pretended.
+
+    By torch's fake backend they are, and by a group of someone's own whose attribute `pretends_peers` is true.
+    """
+    if dist.get_backend(group) == "fake":
+        return True
+    return bool(getattr(dist.group.WORLD if group is None else group, "pretends_peers", False))
 
 
 def group_key(group_name: str, ranks: Sequence[int], number: int | str) -> str:

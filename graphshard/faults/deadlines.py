@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard import env
-from graphshard.agree.agreement import WITHOUT_PEERS
+from graphshard.agree.agreement import without_peers
 from graphshard.agree.consensus import Consensus
 from graphshard.agree.executed import HasDeadline
 from graphshard.agree.rank_store import Store
@@ -129,7 +129,5 @@ def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, t
     return [
         (group, device)
         for group, device in groups
-        if dist.get_world_size(group) > 1
-        and math.isfinite(timeout_s(group, device))
-        and dist.get_backend(group) not in WITHOUT_PEERS
+        if dist.get_world_size(group) > 1 and math.isfinite(timeout_s(group, device)) and not without_peers(group)
     ]

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import graphshard
 from bench.loopback import Loopback, Network
-from graphshard.compat.groups import takes_several_tensors
+from graphshard.agree.agreement import without_peers
+from graphshard.compat.groups import resolve_process_group, takes_several_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),  # names of torch 2.11 and 2.12
@@ -175,6 +176,18 @@ def test_gloo_has_no_coalesced_buckets(tmp_path: Path) -> None:
         dist.destroy_process_group()
     with Loopback(RANKS):
         assert takes_several_tensors(dist.group.WORLD, "cpu")  # type: ignore[arg-type]
+
+
+def test_peers_of_this_network_alone_are_known_to_be_pretended(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert not without_peers(None) and not without_peers(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    with Loopback(RANKS):
+        mesh = init_device_mesh("cpu", (2, RANKS // 2))
+        assert without_peers(None)
+        assert all(without_peers(resolve_process_group(mesh.get_group(i).group_name)) for i in range(2))
 
 
 OPS = torch.ops._c10d_functional
