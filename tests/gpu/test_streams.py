@@ -1,4 +1,4 @@
-"""Streams and memory on one GPU, on the pretended network of `bench.loopback`: eight ranks, seven of which mirror this.
+"""Streams and memory on one GPU, on the pretended network of `bench.networks`: eight ranks, seven of which mirror this.
 
 Its numbers are those of identical peers, so eager FSDP2 on the same network is the reference. Collectives are slow here
 and move their bytes late, which shows what is read before its wait, or written while it is sent.
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.loopback import Loopback
-from bench.models import ManyParameters
+from bench.harness.models import ManyParameters
+from bench.networks.loopback import Loopback
 from graphshard.testing import WorkerPool, compare_named, compare_tensors
 from graphshard.testing.compare import Where
 from graphshard.testing.devices import no_synchronization
@@ -163,7 +163,7 @@ def test_network_shows_what_is_read_and_written_too_early(gpu: WorkerPool) -> No
 
 def hold_time_us(us: float) -> float:
     """How long a stream was held."""
-    from bench import hold_stream  # needs Triton
+    from bench.networks import hold_stream  # needs Triton
 
     device = torch.device("cuda", torch.cuda.current_device())
     hold_stream.hold(hold_stream.mark(device), 1.0)  # compiles

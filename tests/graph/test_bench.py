@@ -1,23 +1,18 @@
-"""The bench's arithmetic and tables, on made-up numbers. Nothing here is timed."""
+"""`bench.overhead` and `bench.dispatch`: arithmetic and tables, on made-up numbers. Nothing here is timed."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.claims import check_claims
-from bench.machine import Machine
-from bench.rows import CompileRow, compile_row, dispatch_row, flip_row, growth_rows, step_rows
-from bench.samples import CompileTime, DispatchTime, FirstFlip, StepTime
-from bench.tables import (
-    claim_table,
-    compile_table,
-    dispatch_table,
-    disturbed_lines,
-    flip_table,
-    growth_table,
-    machine_lines,
-    step_table,
-)
+from bench.dispatch.rows import dispatch_row, flip_row
+from bench.dispatch.samples import DispatchTime, FirstFlip
+from bench.dispatch.tables import dispatch_table, flip_table
+from bench.harness.machine import Machine
+from bench.harness.tables import claim_table, machine_lines
+from bench.overhead.claims import check_claims
+from bench.overhead.rows import CompileRow, compile_row, growth_rows, step_rows
+from bench.overhead.samples import CompileTime, StepTime
+from bench.overhead.tables import compile_table, disturbed_lines, growth_table, step_table
 
 
 def compile_time(first_step_s: float, passes_s: float = 0.0, programs: int = 0, idle_s: float = 0.0) -> CompileTime:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import copies, cuda_time
-from bench.copy_cases import BLOCK, CASES, GATHER_IN, GATHER_OUT, REDUCE_IN, WORLD_SIZE, Bucket, CopyCase
-from bench.copy_peers import FSDP2, Peer, peers_of, same_bits
-from bench.copy_rows import (
+from bench.copies import __main__ as copies
+from bench.copies import cuda_time
+from bench.copies.cases import BLOCK, CASES, GATHER_IN, GATHER_OUT, REDUCE_IN, WORLD_SIZE, CopyBucket, CopyCase
+from bench.copies.cuda_time import CallTiming, CudaTimer, HostTimer
+from bench.copies.peers import FSDP2, Peer, peers_of, same_bits
+from bench.copies.rows import (
     MIB,
     CopyRow,
     HostRow,
@@ -27,14 +29,13 @@ from bench.copy_rows import (
     note_lines,
     peer_table,
 )
-from bench.cuda_time import CudaTimer, HostTimer, Timing
-from bench.machine import Gpu
-from bench.tables import claim_table, gpu_line
+from bench.harness.machine import Gpu
+from bench.harness.tables import claim_table, gpu_line
 
 FP32, BF16 = torch.float32, torch.bfloat16
 BLOCK_NUMEL = 218_112_000
-EVEN = Bucket(((16, 3), (8,)), (0, 0))
-UNEVEN = Bucket(((13, 3), (7,)), (0, 0))  # padded: 16 x 3 and 8
+EVEN = CopyBucket(((16, 3), (8,)), (0, 0))
+UNEVEN = CopyBucket(((13, 3), (7,)), (0, 0))  # padded: 16 x 3 and 8
 
 
 def row(share: float, **changes: Any) -> CopyRow:
@@ -68,7 +69,7 @@ def test_flat_bytes_are_of_one_rank_only_before_a_gather() -> None:
 
 def test_buckets_are_slices_of_a_block_or_several_blocks() -> None:
     case = CopyCase(GATHER_OUT, BF16, BF16)
-    assert case.bucket(416 * MIB) == Bucket(BLOCK, (0,) * len(BLOCK))
+    assert case.bucket(416 * MIB) == CopyBucket(BLOCK, (0,) * len(BLOCK))
     assert case.bucket(416 * MIB).numel == BLOCK_NUMEL
     half, smallest, several = case.bucket(200 * MIB), case.bucket(1), case.bucket(4097 * MIB)
     assert half.sizes[0] == (2048, 4096)
@@ -215,15 +216,15 @@ def test_gpu_is_busy_until_a_call_is_enqueued(needed: int, with_host: bool, monk
     monkeypatch.setattr(FakeEvent, "needed", needed)
     calls = []
     (timing,) = CudaTimer().times([lambda: calls.append(0)], 5)
-    assert timing == Timing((2.0,) * 5, with_host)
+    assert timing == CallTiming((2.0,) * 5, with_host)
     assert len(calls) >= 1 + cuda_time.WARM_ROUNDS + 5
 
 
 def test_samples_that_waited_for_the_host_are_dropped_if_few() -> None:
-    assert cuda_time._timing([(1.0, False), (2.0, False), (9.0, True)]) == Timing((1.0, 2.0))
+    assert cuda_time._timing([(1.0, False), (2.0, False), (9.0, True)]) == CallTiming((1.0, 2.0))
     assert cuda_time._timing([(1.0, False), (9.0, True)]).with_host
-    assert Timing((1.0, 2.0, 4.0)).quartiles_us == (1.5, 3.0)
-    assert Timing((1.0,)).quartiles_us == (1.0, 1.0)
+    assert CallTiming((1.0, 2.0, 4.0)).quartiles_us == (1.5, 3.0)
+    assert CallTiming((1.0,)).quartiles_us == (1.0, 1.0)
 
 
 def test_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +285,7 @@ def test_too_large_for_memory_is_said_once(
 
 
 def test_other_bits_are_an_error(on_cpu: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: CopyCase, bucket: Bucket, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def wrong(self: CopyCase, bucket: CopyBucket, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         return lambda: [torch.cat([tensor.to(self.flat) for tensor in tensors]) + 1]
 
     monkeypatch.setattr(CopyCase, "fused", wrong)

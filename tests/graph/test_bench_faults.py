@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import faults
-from bench.faults_group import KINDS, FaultyGroup
-from bench.faults_injections import Injection
-from bench.faults_outcomes import Kind, Outcome, RankEnd, Result, Verdict, fault_row, judge, same, sentences
-from bench.faults_table import FAULTS, RANK, RANK_OR_UNIT, Fault
-from bench.faults_tables import fault_table, kind_lines
-from bench.faults_unsharded import unsharded
-from bench.faults_worker import odd_rank
+from bench.faults import __main__ as faults
+from bench.faults.catalog import FAULTS, RANK, RANK_OR_UNIT, Fault
+from bench.faults.group import KINDS, FaultyGroup
+from bench.faults.injections import Injection
+from bench.faults.outcomes import JobOutcome, RankEnd, Result, Verdict, VerdictKind, fault_row, judge, same, sentences
+from bench.faults.tables import fault_table, kind_lines
+from bench.faults.unsharded import unsharded
+from bench.faults.worker import odd_rank
 
 PLAIN = Fault(Injection(), RANK_OR_UNIT, "fsdp2")
 NAMES_ODD = "RuntimeError: rank 0 waited 20 s for rank 1, which never came"
@@ -32,11 +32,11 @@ def end(rank: int, status: int | None, stderr: str = "", got: Result | None = No
     return RankEnd(rank, status, end_s, stderr, result(1.0) if status == 0 and got is None else got)
 
 
-def outcome(*ends: RankEnd, injected_s: float | None = 100.0, odd: int = 1) -> Outcome:
-    return Outcome(odd, injected_s, ends)
+def outcome(*ends: RankEnd, injected_s: float | None = 100.0, odd: int = 1) -> JobOutcome:
+    return JobOutcome(odd, injected_s, ends)
 
 
-def kind(fault: Fault, *ends: RankEnd, reference: list[Result] | None = None) -> Kind:
+def kind(fault: Fault, *ends: RankEnd, reference: list[Result] | None = None) -> VerdictKind:
     return judge(fault, outcome(*ends), reference).kind
 
 
@@ -154,7 +154,7 @@ def test_row_counts_kinds_and_times_of_what_was_detected() -> None:
     ("kind", "status"),
     [("right", 0), ("detected", 0), ("untold", 1), ("apart", 1), ("wrong", 1), ("hang", 1), ("elsewhere", 1)],
 )
-def test_exit_status_tells_whether_all_is_well(kind: Kind, status: int) -> None:
+def test_exit_status_tells_whether_all_is_well(kind: VerdictKind, status: int) -> None:
     assert faults.exit_status([fault_row("x", 2, [Verdict("right", 1.0), Verdict(kind, 1.0)])]) == status
 
 

@@ -12,19 +12,21 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import gpu, overlap, overlap_worker
-from bench.exposed import Occupied, Span, joined, occupied, read_trace
-from bench.loopback import Loopback
-from bench.overlap_rows import (
+from bench.gpu import __main__ as gpu
+from bench.networks.loopback import Loopback
+from bench.overlap import __main__ as overlap
+from bench.overlap import worker as overlap_worker
+from bench.overlap.exposed import Occupied, Span, joined, occupied, read_trace
+from bench.overlap.rows import (
+    OverlapPrediction,
     OverlapRow,
     OverlapRun,
-    Prediction,
     PretendedNetwork,
     check_losses,
     overlap_claims,
     overlap_table,
 )
-from bench.overlap_systems import AUTO, PEERS, REFERENCE, SYSTEMS, TINY, make_decoder, prepare
+from bench.overlap.systems import AUTO, PEERS, REFERENCE, SYSTEMS, TINY, make_decoder, prepare
 from graphshard.cost import CostModel, GroupShape
 
 pytestmark = [
@@ -33,7 +35,7 @@ pytestmark = [
 ]
 
 NETWORK = PretendedNetwork(8, 32.0, 361.0)
-RUN = OverlapRun(100.0, 90.0, 4.0, 50.0, 1000, 1.0, (4.0, 3.0), 7, Prediction(95.0, 3.0, 90.0, 88.0))
+RUN = OverlapRun(100.0, 90.0, 4.0, 50.0, 1000, 1.0, (4.0, 3.0), 7, OverlapPrediction(95.0, 3.0, 90.0, 88.0))
 
 
 def kernel(name: str, stream: int, start: float, duration: float) -> dict[str, object]:
@@ -95,7 +97,7 @@ def test_claims_are_of_what_was_measured() -> None:
     assert overlap_table([OverlapRow(AUTO, NETWORK, blind)], PEERS)
     slow = replace(RUN, step_us=107.0, exposed_us=20.0, passes_us=80.0, peak_bytes=1001)
     assert held([*rows[:-1], OverlapRow(AUTO, NETWORK, slow)]) == [False] * 4
-    tail = replace(RUN, exposed_us=20.0, prediction=Prediction(95.0, 20.0, 100.0, 75.0))
+    tail = replace(RUN, exposed_us=20.0, prediction=OverlapPrediction(95.0, 20.0, 100.0, 75.0))
     assert held([*rows[:-1], OverlapRow(AUTO, NETWORK, tail)])[1] is True  # no schedule hides it
     assert "not measured" not in overlap_table(rows, PEERS)[1]
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from bench import schedule, torch_overlap
-from bench.deep_graph import deepened
-from bench.schedule_cases import MODELS, Case, Model, TracedModel, make_case, trace_model
-from bench.schedule_rows import OURS, SYSTEMS, TORCH, ScheduleRow, case_rows, schedule_table, summary, summary_lines
-from bench.scheduled_graph import Unreadable
+from bench.schedule import __main__ as schedule
+from bench.schedule import torch_overlap
+from bench.schedule.cases import MODELS, Case, CaseModel, TracedModel, make_case, trace_model
+from bench.schedule.deep_graph import deepened
+from bench.schedule.rows import OURS, SYSTEMS, TORCH, ScheduleRow, case_rows, schedule_table, summary, summary_lines
+from bench.schedule.scheduled_graph import Unreadable
 from graphshard.compat.inductor import copy_graph
 from graphshard.cost import CostModel, find_hardware
 from graphshard.cost.topology import group_shape
@@ -34,8 +35,8 @@ ROW_KEYS = [
     *("case", "direction", "system", "time_us", "lower_bound_us", "exposed_us", "peak_bytes", "budget_bytes"),
     "reason",
 ]
-DEEP = Model(decoder("deep", DecoderSize(64, 7, 2, 1, 96, 64), 16), "none")
-TWO = Model(decoder("two", DecoderSize(32, 2, 2, 1, 64, 64), 16), "none")
+DEEP = CaseModel(decoder("deep", DecoderSize(64, 7, 2, 1, 96, 64), 16), "none")
+TWO = CaseModel(decoder("two", DecoderSize(32, 2, 2, 1, 64, 64), 16), "none")
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,14 @@ import torch
 from torch import nn
 
 import graphshard
-from bench import step
-from bench.machine import Machine
-from bench.models import TRAINED, trained_decoder
-from bench.resident import peak_bytes, reset_peak, resident_bytes
-from bench.samples import FirstSteps, Turn
-from bench.systems import BACKENDS, PLANS, System, refusal, systems
-from bench.training_rows import (
-    TARGETS,
-    CheckRow,
-    TrainingRow,
-    check_row,
-    check_training,
-    training_rows,
-)
-from bench.training_tables import HEADER, checks_line, noise_lines, training_table
+from bench.harness.machine import Machine
+from bench.step import __main__ as step
+from bench.step.models import TRAINED, trained_decoder
+from bench.step.resident import peak_bytes, reset_peak, resident_bytes
+from bench.step.rows import TARGETS, CheckRow, TrainingRow, check_row, check_training, training_rows
+from bench.step.samples import FirstSteps, TrainingTurn
+from bench.step.systems import BACKENDS, PLANS, System, refusal, systems
+from bench.step.tables import HEADER, checks_line, noise_lines, training_table
 
 EAGER = System("fsdp2", "eager")
 BLOCKS = System("fsdp2+compile", "inductor")
@@ -36,8 +29,8 @@ MACHINE = Machine("2.13.0", "3.11", "Linux x86_64", "a processor", 2, 0.1)
 ROW_KEYS = ["model", "system", "backend", "plan", "step_ms", "peak_rss_bytes", "compile_s", "runs"]
 
 
-def turn(*steps_ms: float, peak_rss_bytes: int = 2, is_of_turn: bool = True, loss: float = 4.0) -> Turn:
-    return Turn([1e-3 * ms for ms in steps_ms], 1, peak_rss_bytes, is_of_turn, loss)
+def turn(*steps_ms: float, peak_rss_bytes: int = 2, is_of_turn: bool = True, loss: float = 4.0) -> TrainingTurn:
+    return TrainingTurn([1e-3 * ms for ms in steps_ms], 1, peak_rss_bytes, is_of_turn, loss)
 
 
 def first(first_step_s: float = 1.0, loss: float = 5.0) -> FirstSteps:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import graphshard
-from bench.loopback import Loopback, Network
+from bench.networks.loopback import Loopback, Network
 from graphshard.agree.agreement import without_peers
 from graphshard.compat.groups import resolve_process_group, takes_several_tensors
 
@@ -87,7 +87,7 @@ def test_held_stream_reads_the_clock_in_its_loop(arch: int) -> None:
     triton = pytest.importorskip("triton")
     compiler: Any = importlib.import_module("triton.compiler")
     target: Any = importlib.import_module("triton.backends.compiler")
-    hold_stream: Any = importlib.import_module("bench.hold_stream")
+    hold_stream: Any = importlib.import_module("bench.networks.hold_stream")
     forms = {"mark_time": {"mark": "*i64"}, "hold_until": {"mark": "*i64", "ns": "i32"}}
     ptx = {}
     for name, signature in forms.items():
@@ -102,7 +102,7 @@ def test_held_stream_reads_the_clock_in_its_loop(arch: int) -> None:
 
 def test_held_stream_refuses_times_without_end() -> None:
     pytest.importorskip("triton")
-    hold_stream: Any = importlib.import_module("bench.hold_stream")
+    hold_stream: Any = importlib.import_module("bench.networks.hold_stream")
     with pytest.raises(ValueError, match=r"hold: us: got 3e\+06, want at most 2e\+06"):
         hold_stream.hold(torch.zeros(1, dtype=torch.int64), 3e6)
 

@@ -1,0 +1,4 @@
+"""What it takes to choose the programs of a step, and to flip a flag: `__main__`.
+
+Imports `harness`.
+"""

@@ -1,0 +1,52 @@
+"""What processes send back: raw measurements, in seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepTime(NamedTuple):
+    """One training step."""
+
+    forward_s: float
+    backward_s: float
+
+
+class CompileTime(NamedTuple):
+    """One compilation, on one rank.
+
+    Attributes:
+        first_step_s: forward and backward, compilation included.
+        first_step_cpu_s: processor seconds of that, the C++ compiler's too: other programs disturb them less.
+        second_step_s: the same again, with nothing left to compile.
+        passes_s: seconds in graphshard's passes and their checks, joint and program.
+        regions: graphs that graphshard captured.
+        programs: graphs that graphshard lowered.
+    """
+
+    first_step_s: float
+    first_step_cpu_s: float
+    second_step_s: float
+    passes_s: float = 0.0
+    regions: int = 0
+    programs: int = 0
+
+
+# Steps in which nothing is left to agree on.
+STEADY_STEPS = 10
+
+
+class AgreementTime(NamedTuple):
+    """What one rank has measured.
+
+    Attributes:
+        first_s: seconds of each program's agreement, in which one rank posts a contract and the others take it over.
+        election_s: the same of each entry, where all ranks say what they have captured.
+        contract_bytes: of one contract's text.
+        operations: on the store, in `STEADY_STEPS` steps of a model that has run before.
+    """
+
+    first_s: tuple[float, ...]
+    election_s: tuple[float, ...]
+    contract_bytes: int
+    operations: int
