@@ -25,15 +25,16 @@ from bench.dispatch.samples import DispatchTime, FirstFlip
 from bench.harness.models import PARAMS_PER_BLOCK, many_parameters
 from bench.harness.stack import DEPTH_STRIDE, STACK_DEPTHS
 from bench.harness.variants import check_compiled
-from graphshard.runtime import region
+from graphshard.runtime import program_selection
+from graphshard.runtime.program_runner import ProgramRunner
 
 COMPILING_STEPS = 3
 SETTLING_STEPS = 3
 # What `DispatchTime` calls it -> the functions it is spent in. A forward and a backward call each once.
 TIMED: dict[str, tuple[tuple[object, str], ...]] = {
-    "bind": ((region.Region, "_bind"),),
-    "states": ((region, "forward_states"), (region, "backward_states")),
-    "look_up": ((region.Region, "_program"),),
+    "bind": ((ProgramRunner, "bind"),),
+    "states": ((program_selection, "forward_states"), (program_selection, "backward_states")),
+    "look_up": ((program_selection.ProgramSelection, "program"),),
 }
 
 SetFlag = Callable[[Any, bool], None]

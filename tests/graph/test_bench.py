@@ -7,6 +7,7 @@ import pytest
 from bench.dispatch.rows import dispatch_row, flip_row
 from bench.dispatch.samples import DispatchTime, FirstFlip
 from bench.dispatch.tables import dispatch_table, flip_table
+from bench.dispatch.timer import TIMED
 from bench.harness.machine import Machine
 from bench.harness.tables import claim_table, machine_lines
 from bench.overhead.claims import check_claims
@@ -98,6 +99,10 @@ def test_dispatch_rows_are_medians_of_sums() -> None:
     assert (row.bind_us, row.states_us, row.look_up_us, row.chosen_us) == pytest.approx((2, 4, 14, 20))
     assert (row.low_us, row.high_us, row.share, row.steps) == pytest.approx((15, 55, 0.02, 3))
     assert "2.0%" in dispatch_table([row])[1]
+
+
+def test_functions_that_are_timed_are_there() -> None:
+    assert all(callable(getattr(*function)) for functions in TIMED.values() for function in functions)
 
 
 def test_flip_rows_tell_the_first_time_from_later() -> None:
