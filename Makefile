@@ -50,7 +50,7 @@ gpu-test:
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -25,7 +25,7 @@ from graphshard.cost.hardware_file import hardware_fields
 from graphshard.faults import diagnose
 from graphshard.graph.plan import END
 from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
-from graphshard.table_text import write_table
+from graphshard.reporting.table_text import write_table
 
 # Plans a model by its arguments.
 _SCALE = "graphshard.scale.command"

@@ -11,7 +11,7 @@ from typing import TextIO
 from graphshard.faults.dumps import Dump, read_dumps
 from graphshard.faults.sentence import bucket_text, sentence
 from graphshard.faults.status import Status
-from graphshard.table_text import write_table
+from graphshard.reporting.table_text import write_table
 
 
 def diagnose(folder: Path, out: TextIO) -> None:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graphshard.kernels.segmented_copy import ADDRESS_BYTES, ALIGNED, BLOCK, NUM_WARPS, copy_segments
-from graphshard.table_text import write_table
+from graphshard.reporting.table_text import write_table
 
 ARCHS = (80, 90, 100)
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -21,7 +21,7 @@ from graphshard.cli import main
 from graphshard.cost import HARDWARE
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planner import Problem, Schedule, fsdp2_schedule, per_parameter_schedule
-from graphshard.table_text import plain_table, write_table
+from graphshard.reporting.table_text import plain_table, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = "graphshard.scale.command"
