@@ -17,7 +17,7 @@ from graphshard.scale.decoder import DecoderSize
 from graphshard.scale.model_size import Repetition, shard_sizes
 from graphshard.scale.presets import PRESETS, Preset, decoder
 from graphshard.scale.repeat import TRACED_BLOCKS, coarsened, repeated
-from graphshard.scale.resize import Layout, program_on
+from graphshard.scale.resize import RankLayout, program_on
 from graphshard.scale.trace import Traced, TracedProgram, trace_step
 
 # AdamW's, in the dtype of the parameters; the parameters themselves are arguments of each program.
@@ -96,7 +96,7 @@ class Case:
     """
 
     traced: TracedModel
-    layout: Layout
+    layout: RankLayout
     programs: tuple[CaseProgram, ...]
     states_bytes: int
 
@@ -139,7 +139,7 @@ def make_case(traced: TracedModel, world_size: int) -> Case:
     Raises:
         NotRepeated: the model's blocks differ.
     """
-    layout, repetition = Layout(world_size), traced.repetition
+    layout, repetition = RankLayout(world_size), traced.repetition
     sizes = shard_sizes(traced.traced, repetition, layout)
     programs = []
     for program in (traced.traced.forward, traced.traced.backward):

@@ -11,9 +11,8 @@ from torch.fx import Graph, Node
 from bench.schedule.deep_graph import settle_markers
 from graphshard.cost import CostModel
 from graphshard.graph.ir import PassContext, is_marker, member_names, reductions, shard_placeholder, unshards
-from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule
+from graphshard.planner import Bucket, Problem, Schedule, ScheduledStep, StepKind, check_schedule
 from graphshard.planner.baselines import in_launch_order
-from graphshard.planner.schedule import Step
 
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
@@ -67,7 +66,7 @@ def read_schedule(scheduled: Graph, marked: Graph, ctx: PassContext, problem: Pr
     Raises:
         Unreadable: it is none for `problem`.
     """
-    steps: list[tuple[int, int, Step, int]] = []
+    steps: list[tuple[int, int, StepKind, int]] = []
     order = {node: i for i, node in enumerate(scheduled.nodes)}
     place = _Positions(scheduled, marked, problem, cost)
     gathers = {gather.fqn: i for i, gather in enumerate(problem.gathers)}
@@ -94,8 +93,8 @@ def read_schedule(scheduled: Graph, marked: Graph, ctx: PassContext, problem: Pr
         buckets.append(Bucket("gather" if kind == "all_gather" else "reduce", tuple(members)))
         steps.append((place.before(node, late=False), order[node], "launch", number))
         steps.append((place.before(wait, late=True), order[wait], "wait", number))
-    actions = tuple(Action(at, step, number) for at, _, step, number in sorted(steps))
-    found = in_launch_order(Schedule(tuple(buckets), actions))
+    in_order = tuple(ScheduledStep(at, kind, number) for at, _, kind, number in sorted(steps))
+    found = in_launch_order(Schedule(tuple(buckets), in_order))
     try:
         check_schedule(problem, found)
     except ValueError as error:

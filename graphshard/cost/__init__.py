@@ -1,4 +1,7 @@
-"""Costs: how long operators, copies and collectives take on a machine. Planner and simulator know no other numbers."""
+"""Costs: how long operators, copies and collectives take on a machine. Planner and simulator know no other numbers.
+
+Reads single nodes, never a graph. Imports `compat`.
+"""
 
 from __future__ import annotations
 

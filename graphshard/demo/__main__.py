@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard.demo.compare import BOUNDS, Comparison, compare, on_all_ranks
+from graphshard.demo.compare import BOUNDS, StepComparison, compare, on_all_ranks
 from graphshard.demo.model import Decoder, ModelConfig
 from graphshard.demo.text import Batches
-from graphshard.demo.train import MICROBATCHES, StepResult, Trainer
+from graphshard.demo.train import MICROBATCHES, DemoTrainer, StepResult
 from graphshard.testing.launches import COLLECTIVES
 
 BATCH_SIZE = 8
@@ -48,7 +48,7 @@ def shared_folder() -> Iterator[Path]:
             shutil.rmtree(path[0], ignore_errors=True)
 
 
-def say_step(step: int, comparison: Comparison) -> None:
+def say_step(step: int, comparison: StepComparison) -> None:
     """One progress line: every run's mean loss, every run's gradient norm, and whether they are equal."""
     losses = "  ".join(f"{loss:10.7f}" for loss in comparison.losses)
     grad_norms = "  ".join(f"{norm:10.7f}" for norm in comparison.grad_norms)
@@ -74,7 +74,7 @@ def say_summary(eager: list[StepResult], compiled: list[StepResult], rows: list[
         say(f"  {name:<28} {left:>12} {right:>12}")
 
 
-def say_plan(trainer: Trainer, backend: str, step: int) -> None:
+def say_plan(trainer: DemoTrainer, backend: str, step: int) -> None:
     """What the planner foretells, in a line for each program; with measured times beside, as a page to open."""
     with graphshard.measure(trainer.model):
         trainer.forward_backward(step)
@@ -94,7 +94,7 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
     demand = f"may differ by {bound:.0e}, relative" if bound else "must be bitwise equal"
     say(f"\nbackend {backend}: every loss and gradient norm {demand}")
     say_header("eager", "graphshard")
-    eager, compiled = Trainer(None, mesh, batches), Trainer(backend, mesh, batches)
+    eager, compiled = DemoTrainer(None, mesh, batches), DemoTrainer(backend, mesh, batches)
     eager_results, compiled_results, comparisons = [], [], []
     for step in range(steps):
         if step == 1:
@@ -141,9 +141,9 @@ def train_side_by_side(backend: str, steps: int, mesh: DeviceMesh, batches: Batc
     return all(checks.values())
 
 
-def resume(trained: Trainer, backend: str, steps: int, mesh: DeviceMesh, batches: Batches) -> bool:
+def resume(trained: DemoTrainer, backend: str, steps: int, mesh: DeviceMesh, batches: Batches) -> bool:
     """Saves a compiled run, loads it into fresh models of both engines, and trains all three on."""
-    eager, compiled = (Trainer(engine, mesh, batches, seed=1) for engine in (None, backend))
+    eager, compiled = (DemoTrainer(engine, mesh, batches, seed=1) for engine in (None, backend))
     with shared_folder() as folder:
         trained.save(folder)
         eager.load(folder)

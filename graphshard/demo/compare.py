@@ -19,7 +19,7 @@ BOUNDS = {"aot_eager": 0.0, "inductor": 1e-5}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """Steps of several runs with the same number, over all ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ def relative_difference(got: float, want: float) -> float:
     return abs(got - want) / max(abs(want), 1e-30)
 
 
-def compare(results: Sequence[StepResult], bound: float) -> Comparison:
+def compare(results: Sequence[StepResult], bound: float) -> StepComparison:
     """Compares the runs of one step with the first of them. A collective: every rank calls it and gets the same."""
     first = results[0]
     difference = max(
@@ -64,7 +64,7 @@ def compare(results: Sequence[StepResult], bound: float) -> Comparison:
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     mean_losses = torch.tensor([run.loss for run in results], dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean_losses)
-    return Comparison(tuple(mean_losses.tolist()), tuple(run.grad_norm for run in results), largest.item(), bound)
+    return StepComparison(tuple(mean_losses.tolist()), tuple(run.grad_norm for run in results), largest.item(), bound)
 
 
 def on_all_ranks(passed: bool) -> bool:

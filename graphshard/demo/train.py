@@ -49,7 +49,7 @@ class StepResult:
     wall_s: float
 
 
-class Trainer:
+class DemoTrainer:
     """Trains one model.
 
     Args:

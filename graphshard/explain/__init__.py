@@ -1,6 +1,6 @@
 """Explains a plan: what it takes, what the computation waits for and why, as text, page, picture or trace.
 
-From data alone: no model, no graph, no process group.
+From data alone: no model, no graph, no process group. Imports `planner`.
 """
 
 from graphshard.explain.explanation import Explanation

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from graphshard.planner import (
-    Gather,
+    GatherTask,
     LiveBytes,
     Problem,
-    Reduction,
     Schedule,
     Simulation,
+    Tasks,
     is_coalesced,
     live_by_category,
 )
@@ -111,10 +111,10 @@ class BucketRow:
     measured: tuple[float, float, float] | None
 
 
-def kind_of(members: Sequence[Gather] | Sequence[Reduction]) -> str:
+def kind_of(members: Tasks) -> str:
     """The collective of a bucket with these members, in words."""
     coalesced = "coalesced " if is_coalesced(members) else ""
-    if isinstance(members[0], Gather):
+    if isinstance(members[0], GatherTask):
         return f"{coalesced}all-gather"
     return f"{coalesced}reduction" if members[0].then is None else "reduction + all-reduce"
 
@@ -123,11 +123,11 @@ def _bucket_rows(program: PlannedProgram) -> tuple[BucketRow, ...]:
     schedule, count = program.schedule, len(program.schedule.buckets)
     launch_at = [0] * count
     waits_at: list[list[int]] = [[] for _ in range(count)]
-    for action in schedule.actions:
-        if action.step == "launch":
-            launch_at[action.bucket] = action.before
+    for step in schedule.steps:
+        if step.kind == "launch":
+            launch_at[step.bucket] = step.before
         else:
-            waits_at[action.bucket].append(action.before)
+            waits_at[step.bucket].append(step.before)
     spans: list[list[tuple[float, float]]] = [[] for _ in range(count)]
     exposed_us = [0.0] * count
     for event in program.simulation.events:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from graphshard.explain.program import PlannedProgram, kind_of
 from graphshard.explain.quantities import format_bytes, format_us
-from graphshard.planner import Event, Gather, Reduction
+from graphshard.planner import Event, GatherTask, ReductionTask
 from graphshard.planner.memory import freed_by_wait, held_by_launch
 
 
@@ -55,7 +55,7 @@ class _Case:
     is_all_reduce: bool
 
     @property
-    def members(self) -> list[Gather] | list[Reduction]:
+    def members(self) -> list[GatherTask] | list[ReductionTask]:
         return list(self.program.schedule.members(self.program.problem, self.bucket))  # type: ignore[return-value]
 
     @property
@@ -118,21 +118,21 @@ def _bucket_waits(program: PlannedProgram) -> Iterator[Wait]:
     for event, name in collectives_in_order(program):
         runs[event.bucket].append((event, *last_on.get(event.stream, ("", 0.0))))
         last_on[event.stream] = (name, event.end_us)
-    awaits = [action for action in program.schedule.actions if action.step != "launch"]
-    for action, exposure in zip(awaits, program.simulation.exposures, strict=False):  # behind them: the model's own
-        event, behind, free_us = runs[action.bucket][action.step == "finish"]
+    awaits = [step for step in program.schedule.steps if step.kind != "launch"]
+    for step, exposure in zip(awaits, program.simulation.exposures, strict=False):  # behind them: the model's own
+        event, behind, free_us = runs[step.bucket][step.kind == "finish"]
         if exposure.exposed_us <= 0.0:
             continue
         case = _Case(
-            program, action.bucket, event.position, action.before, event.start_us, event.end_us, exposure.exposed_us,
-            event.stream, behind, free_us, action.step == "finish",
+            program, step.bucket, event.position, step.before, event.start_us, event.end_us, exposure.exposed_us,
+            event.stream, behind, free_us, step.kind == "finish",
         )  # fmt: skip
         cause, why = _REASONS[exposure.reason](case)
         kind = kind_of(case.members)
         if "+" in kind:
             kind = "all-reduce" if case.is_all_reduce else "reduction"
-        name = program.bucket_names[action.bucket] + (ALL_REDUCE if case.is_all_reduce else "")
-        yield Wait(name, action.bucket, kind, exposure.exposed_us, exposure.reason, cause, why)
+        name = program.bucket_names[step.bucket] + (ALL_REDUCE if case.is_all_reduce else "")
+        yield Wait(name, step.bucket, kind, exposure.exposed_us, exposure.reason, cause, why)
 
 
 def _own_waits(program: PlannedProgram) -> Iterator[Wait]:
@@ -165,7 +165,7 @@ def _tail(case: _Case) -> tuple[str, str]:
 
 def _queue(case: _Case) -> tuple[str, str]:
     due = format_us(case.end_us - case.exposed_us)
-    if isinstance(case.members[0], Gather):
+    if isinstance(case.members[0], GatherTask):
         needed = f"{case.op(case.wait_at)} was due at {due}"
     elif case.wait_at < len(case.program.problem.ops):
         needed = f"it is awaited before {case.op(case.wait_at)}, at {due}, which frees its buffers"
@@ -186,7 +186,7 @@ def _late(case: _Case) -> tuple[str, str]:
         facts = f"{what}, and it is awaited where it is launched, before {case.op(case.wait_at)}"
     if case.is_all_reduce:
         return "launched late", f"{facts}. It follows a reduce-scatter, and is launched as soon as that is awaited."
-    if isinstance(case.members[0], Reduction):
+    if isinstance(case.members[0], ReductionTask):
         return _late_reduction(case, facts)
     earlier = _early_enough(case)
     if earlier is None and case.launch_at and case.program.problem.elapsed_us[case.launch_at]:

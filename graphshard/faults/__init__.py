@@ -1,7 +1,7 @@
 """What happens when a rank hangs or dies: who waits where, for which parameters, and which ranks are missing.
 
 `running` notes what this rank does. `watchdog` notices that it stands still, `inquiry` asks the other ranks, and
-`sentence` says what happened.
+`sentence` says what happened. Those that run programs tell of them here; imports `agree`, `reporting` and below.
 """
 
 from graphshard.faults.deadlines import check_deadline, watch

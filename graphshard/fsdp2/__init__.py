@@ -1,7 +1,8 @@
 """The state that FSDP2 keeps, read: with `compat`, the only code that knows private names of torch (2.11 to 2.15).
 
 FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. Nothing here writes that
-state; the forward hooks are taken off and put back at the very place where FSDP2 had registered them.
+state; the forward hooks are taken off and put back at the very place where FSDP2 had registered them. Imports nothing
+of graphshard.
 """
 
 from graphshard.fsdp2.models import (

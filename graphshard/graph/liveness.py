@@ -69,8 +69,8 @@ def bytes_of(allocation: Allocation) -> int:
     return size_hint(value_of(val(allocation.node), allocation.place).untyped_storage().nbytes(), UNBACKED_SIZE)
 
 
-def lifetimes(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, tuple[int, int]]:
-    """For each allocation, the places in the graph from which and to which it is there.
+def live_ranges(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, tuple[int, int]]:
+    """The live range of each allocation: the places in the graph from which and to which it is there.
 
     Args:
         graph: with collectives, markers, or neither. A collective reads its input until it is awaited.
@@ -88,18 +88,18 @@ def lifetimes(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, t
         for source in launch.all_input_nodes:
             for allocation in allocations[source]:
                 end[allocation] = max(end[allocation], wait)
-    spans = {}
+    ranges = {}
     for allocation, stop in end.items():
         argument = allocation.node.op == "placeholder"
         stop = last if argument and stays(allocation.node) else stop
-        spans[allocation] = (0 if argument else place[allocation.node], stop)
-    return spans
+        ranges[allocation] = (0 if argument else place[allocation.node], stop)
+    return ranges
 
 
-def live_bytes(spans: dict[Allocation, tuple[int, int]], count: int) -> list[int]:
+def live_bytes(ranges: dict[Allocation, tuple[int, int]], count: int) -> list[int]:
     """What is allocated at each of `count` places."""
     changes = [0] * (count + 1)
-    for allocation, (start, stop) in spans.items():
+    for allocation, (start, stop) in ranges.items():
         num_bytes = bytes_of(allocation)
         changes[start] += num_bytes
         changes[stop + 1] -= num_bytes
@@ -114,4 +114,4 @@ def held_by_caller(ctx: PassContext) -> Callable[[Node], bool]:
 
 def peak_bytes(graph: Graph, ctx: PassContext) -> int:
     """Most that a lowered program allocates, arguments included."""
-    return max(live_bytes(lifetimes(graph, held_by_caller(ctx)), len(graph.nodes)))
+    return max(live_bytes(live_ranges(graph, held_by_caller(ctx)), len(graph.nodes)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from graphshard.planner import Choice, Problem
+from graphshard.planner import Choice, Problem, StepKind
 
-Step = Literal["launch", "wait", "finish"]
 END = ""  # in the place of a node: the end of the program
 
 
@@ -32,13 +31,12 @@ class PlannedStep:
 
     Attributes:
         before: name of the node that it happens before, `END` for the end; several there happen in the plan's order.
-        step: ``"launch"``: copy-in and launch. ``"wait"``: wait and copy-out, or, where a reduce-scatter is followed by
-            an all-reduce, wait and launch of that. ``"finish"``: wait and copy-out of that all-reduce.
+        step: what happens, see `StepKind` of the planner.
         bucket: its name.
     """
 
     before: str
-    step: Step
+    step: StepKind
     bucket: str
 
 

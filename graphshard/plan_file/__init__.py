@@ -1,4 +1,7 @@
-"""Plan files: what was decided for every program of a model, to be read, diffed, checked in and replayed."""
+"""Plan files: what was decided for every program of a model, to be read, diffed, checked in and replayed.
+
+Data and its text, no graph. Imports `graph.plan` and `planner`.
+"""
 
 from graphshard.plan_file.changes import outline_changes, plan_changes
 from graphshard.plan_file.contents import (

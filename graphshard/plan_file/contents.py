@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan, Step
+from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
 from graphshard.plan_file.outline import Outline, outline_hash
-from graphshard.planner import Action, Bucket, Schedule
+from graphshard.planner import Bucket, Schedule, ScheduledStep, StepKind
 
 FORMAT = "graphshard-plan"
 # To be raised with every change of the fields below.
@@ -21,7 +21,7 @@ class StoredStep:
 
     before: str
     position: int
-    step: Step
+    step: StepKind
     bucket: str
 
 
@@ -95,7 +95,7 @@ class StoredProgram:
                 Bucket(bucket.kind, tuple(index[bucket.kind, member] for member in bucket.members))
                 for bucket in self.buckets
             ),
-            tuple(Action(step.position, step.step, number_of[step.bucket]) for step in self.steps),
+            tuple(ScheduledStep(step.position, step.step, number_of[step.bucket]) for step in self.steps),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from graphshard.planner import Gather, OwnCollective, Problem, Reduction, Transfer
+from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask, Transfer
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def outline_of(problem: Problem, ranks_of: Callable[[str], int]) -> Outline:
     )
 
 
-def _gather(gather: Gather) -> MemberOutline:
+def _gather(gather: GatherTask) -> MemberOutline:
     return MemberOutline(
         kind="gather",
         fqn=gather.fqn,
@@ -120,7 +120,7 @@ def _gather(gather: Gather) -> MemberOutline:
     )
 
 
-def _reduction(reduction: Reduction) -> MemberOutline:
+def _reduction(reduction: ReductionTask) -> MemberOutline:
     return MemberOutline(
         kind="reduce",
         fqn=reduction.fqn,
@@ -150,7 +150,7 @@ def problem_of(outline: Outline) -> Problem:
         (0.0,) * len(outline.ops),
         tuple(op.num_bytes for op in outline.ops),
         tuple(
-            Gather(
+            GatherTask(
                 member.fqn,
                 member.unit,
                 member.key,
@@ -167,7 +167,7 @@ def problem_of(outline: Outline) -> Problem:
             if member.kind == "gather"
         ),
         tuple(
-            Reduction(
+            ReductionTask(
                 member.fqn,
                 member.unit,
                 member.key,

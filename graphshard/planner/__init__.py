@@ -1,46 +1,53 @@
-"""Plans one program on paper: a problem of numbers in, a schedule of buckets, launches and waits out."""
+"""Plans one program on paper: a problem of numbers in, a schedule of buckets, launches and waits out.
 
+List scheduling, and a local search over its bucket boundaries and priorities, timed by a simulator. Knows no graph and
+imports nothing of graphshard.
+"""
+
+from graphshard.planner.accumulation import Accumulation, accumulation_choice
 from graphshard.planner.across import Depth, choose_depth
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
-from graphshard.planner.keep import Accumulation, accumulation_choice, choose_kept, kept_problems
 from graphshard.planner.live_memory import LiveBytes, live_by_category
-from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction, Transfer, is_coalesced
+from graphshard.planner.problem import GatherTask, OwnCollective, Problem, ReductionTask, Tasks, Transfer, is_coalesced
 from graphshard.planner.realised import OrderImpossible, realised_schedule
-from graphshard.planner.schedule import Action, Bucket, Schedule, check_schedule
+from graphshard.planner.residency import choose_residency, with_residency
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, StepKind, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
 __all__ = [
     "Accumulation",
-    "Action",
     "Bucket",
     "BudgetTooSmall",
     "Choice",
     "Depth",
     "Event",
     "Exposure",
-    "Gather",
+    "GatherTask",
     "LiveBytes",
     "OrderImpossible",
     "OwnCollective",
     "Problem",
-    "Reduction",
+    "ReductionTask",
     "Schedule",
+    "ScheduledStep",
     "Simulation",
+    "StepKind",
+    "Tasks",
     "Transfer",
     "accumulation_choice",
     "best_schedule",
     "check_schedule",
     "choose_depth",
-    "choose_kept",
+    "choose_residency",
     "fixed_size_schedule",
     "fsdp2_schedule",
     "is_coalesced",
-    "kept_problems",
     "live_by_category",
     "lower_bound_us",
     "per_parameter_schedule",
     "realised_schedule",
     "simulate",
+    "with_residency",
 ]

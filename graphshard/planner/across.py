@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from graphshard.planner.problem import Gather, Problem, Reduction, Transfer
-from graphshard.planner.schedule import Action, Bucket, Schedule
+from graphshard.planner.problem import GatherTask, Problem, ReductionTask, Transfer
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep
 from graphshard.planner.simulator import Simulation, simulate
 
 DEPTHS = (1, 2, 3)
@@ -36,36 +36,36 @@ class Regions:
     def schedule(self, depth: int) -> Schedule:
         """Gathers of the next `depth` regions that have any are under way while a region runs."""
         buckets: list[Bucket] = []
-        actions: list[Action] = []
+        steps: list[ScheduledStep] = []
         launched: dict[int, range] = {}  # region -> its buckets
-        flying: list[int] = []
+        in_flight: list[int] = []
 
         def launch(region: int, at: int) -> None:
             if region not in launched:
                 launched[region] = range(len(buckets), len(buckets) + len(self.gathers[region]))
-                actions.extend(Action(at, "launch", number) for number in launched[region])
+                steps.extend(ScheduledStep(at, "launch", number) for number in launched[region])
                 buckets.extend(Bucket("gather", members) for members in self.gathers[region])
 
         def await_reduction(at: int) -> None:
-            while flying:
-                number = flying.pop()
-                actions.append(Action(at, "wait", number))
+            while in_flight:
+                number = in_flight.pop()
+                steps.append(ScheduledStep(at, "wait", number))
                 if self.problem.reductions[buckets[number].members[0]].then is not None:
-                    actions.append(Action(at, "finish", number))
+                    steps.append(ScheduledStep(at, "finish", number))
 
         gathering = [region for region, found in enumerate(self.gathers) if found]
         for region, (start, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
             launch(region, start)
-            actions += [Action(start, "wait", number) for number in launched[region]]
+            steps += [ScheduledStep(start, "wait", number) for number in launched[region]]
             for later in [later for later in gathering if later > region][:depth]:
                 launch(later, start)
             for members in self.reductions[region]:
                 await_reduction(end)
-                flying.append(len(buckets))
-                actions.append(Action(end, "launch", len(buckets)))
+                in_flight.append(len(buckets))
+                steps.append(ScheduledStep(end, "launch", len(buckets)))
                 buckets.append(Bucket("reduce", members))
         await_reduction(self.starts[-1])
-        return Schedule(tuple(buckets), tuple(actions))
+        return Schedule(tuple(buckets), tuple(steps))
 
 
 def join_regions(problems: Sequence[Problem]) -> Regions:
@@ -76,8 +76,8 @@ def join_regions(problems: Sequence[Problem]) -> Regions:
     starts = (0, *accumulate(len(problem.ops) for problem in problems))
     end = starts[-1]
     streams = tuple(dict.fromkeys(name for problem in problems for name in problem.streams))
-    gathers: list[Gather] = []
-    reductions: list[Reduction] = []
+    gathers: list[GatherTask] = []
+    reductions: list[ReductionTask] = []
     own = []
     grouped_gathers, grouped_reductions = [], []
     keys: dict[tuple[int, int], int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphshard.planner.problem import Problem
-from graphshard.planner.schedule import Action, Bucket, Schedule
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep
 
 FIXED_BYTES = 500_000_000
 
@@ -17,31 +17,31 @@ def fsdp2_schedule(problem: Problem) -> Schedule:
     """
     gathers = _grouped([(g.unit, g.key) for g in problem.gathers])
     reductions = _grouped([(r.unit, r.key) for r in problem.reductions])
-    return _placed(problem, gathers, reductions)
+    return _launched_as_in_fsdp2(problem, gathers, reductions)
 
 
 def per_parameter_schedule(problem: Problem) -> Schedule:
     """One collective per parameter, each launched where it is awaited."""
     buckets = [Bucket("gather", (i,)) for i in range(len(problem.gathers))]
     buckets += [Bucket("reduce", (i,)) for i in range(len(problem.reductions))]
-    actions = []
+    steps = []
     for number, bucket in enumerate(buckets):
         if bucket.kind == "gather":
             at = problem.gathers[bucket.members[0]].first_use
-            actions += [Action(at, "launch", number), Action(at, "wait", number)]
+            steps += [ScheduledStep(at, "launch", number), ScheduledStep(at, "wait", number)]
         else:
             reduction = problem.reductions[bucket.members[0]]
-            actions += [Action(reduction.ready, "launch", number), Action(reduction.ready, "wait", number)]
+            steps += [ScheduledStep(reduction.ready, "launch", number), ScheduledStep(reduction.ready, "wait", number)]
             if reduction.then is not None:
-                actions.append(Action(reduction.ready, "finish", number))
-    return in_launch_order(Schedule(tuple(buckets), tuple(sorted(actions, key=lambda action: action.before))))
+                steps.append(ScheduledStep(reduction.ready, "finish", number))
+    return in_launch_order(Schedule(tuple(buckets), tuple(sorted(steps, key=lambda step: step.before))))
 
 
 def fixed_size_schedule(problem: Problem, bucket_bytes: int = FIXED_BYTES) -> Schedule:
     """Buckets filled in order up to `bucket_bytes`, launched as in FSDP2."""
     gathers = _filled([(g.key, g.wire_bytes) for g in problem.gathers], bucket_bytes)
     reductions = _filled([(r.key, r.wire_bytes) for r in problem.reductions], bucket_bytes)
-    return _placed(problem, gathers, reductions)
+    return _launched_as_in_fsdp2(problem, gathers, reductions)
 
 
 def _grouped(names: Sequence[tuple[str, int]]) -> list[tuple[int, ...]]:
@@ -75,7 +75,9 @@ def _launchable(problem: Problem, members: tuple[int, ...]) -> list[tuple[int, .
     return parts
 
 
-def _placed(problem: Problem, gathers: list[tuple[int, ...]], reductions: list[tuple[int, ...]]) -> Schedule:
+def _launched_as_in_fsdp2(
+    problem: Problem, gathers: list[tuple[int, ...]], reductions: list[tuple[int, ...]]
+) -> Schedule:
     end = len(problem.ops)
     gathers = [part for members in gathers for part in _launchable(problem, members)]
     gathers = sorted(gathers, key=lambda members: min(problem.gathers[i].first_use for i in members))
@@ -83,35 +85,35 @@ def _placed(problem: Problem, gathers: list[tuple[int, ...]], reductions: list[t
     buckets = [Bucket("gather", members) for members in gathers]
     buckets += [Bucket("reduce", members) for members in reductions]
     # In order, at one position: reductions, gathers, what waits for the end.
-    placed: list[tuple[int, int, int, Action]] = []
+    steps: list[tuple[int, int, int, ScheduledStep]] = []
 
-    def place(turn: int, action: Action) -> None:
-        placed.append((action.before, turn, len(placed), action))
+    def add(turn: int, step: ScheduledStep) -> None:
+        steps.append((step.before, turn, len(steps), step))
 
     at = 0
     for number, members in enumerate(gathers):
-        place(1, Action(max(at, *(problem.gathers[i].ready for i in members)), "launch", number))
+        add(1, ScheduledStep(max(at, *(problem.gathers[i].ready for i in members)), "launch", number))
         at = min(problem.gathers[i].first_use for i in members)
-        place(1, Action(at, "wait", number))
+        add(1, ScheduledStep(at, "wait", number))
     previous = -1
     for number, members in enumerate(reductions, start=len(gathers)):
         ready = max(problem.reductions[i].ready for i in members)
         if previous >= 0:
-            place(0, Action(ready, "wait", previous))
-        place(0, Action(ready, "launch", number))
+            add(0, ScheduledStep(ready, "wait", previous))
+        add(0, ScheduledStep(ready, "launch", number))
         previous = number
     if previous >= 0:
-        place(2, Action(end, "wait", previous))
+        add(2, ScheduledStep(end, "wait", previous))
     for number, members in enumerate(reductions, start=len(gathers)):
         if problem.reductions[members[0]].then is not None:
-            place(2, Action(end, "finish", number))
-    placed.sort(key=lambda entry: entry[:3])
-    return in_launch_order(Schedule(tuple(buckets), tuple(action for *_, action in placed)))
+            add(2, ScheduledStep(end, "finish", number))
+    steps.sort(key=lambda entry: entry[:3])
+    return in_launch_order(Schedule(tuple(buckets), tuple(step for *_, step in steps)))
 
 
 def in_launch_order(schedule: Schedule) -> Schedule:
     """The same, its buckets numbered in order of their launches."""
-    order = [action.bucket for action in schedule.actions if action.step == "launch"]
+    order = [step.bucket for step in schedule.steps if step.kind == "launch"]
     number_of = {old: new for new, old in enumerate(order)}
-    actions = tuple(action._replace(bucket=number_of[action.bucket]) for action in schedule.actions)
-    return Schedule(tuple(schedule.buckets[old] for old in order), actions)
+    steps = tuple(step._replace(bucket=number_of[step.bucket]) for step in schedule.steps)
+    return Schedule(tuple(schedule.buckets[old] for old in order), steps)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from graphshard.planner.costs import most_kept_bytes
-from graphshard.planner.ground import Ends, Ground, Wish
-from graphshard.planner.problem import Gather, OwnCollective, Problem, Reduction
+from graphshard.planner.candidates import BucketEnds, Candidate
+from graphshard.planner.costs import most_gathered_bytes
+from graphshard.planner.problem import GatherTask, OwnCollective, Problem, ReductionTask
+from graphshard.planner.search_space import SearchSpace
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedBlocks:
     """Equal blocks in a row.
 
     Attributes:
@@ -33,8 +34,8 @@ class Run:
         return len(self.begins) - 1
 
 
-def repeated(problem: Problem) -> Run | None:
-    """The longest run of equal blocks, None if there is no pair."""
+def repeated_blocks(problem: Problem) -> RepeatedBlocks | None:
+    """The longest row of equal blocks, None if there is no pair."""
     begins = [g.first_use for a, g in pairwise(problem.gathers) if g.unit != a.unit and g.first_use > a.first_use]
     signatures = [_signature(problem, begin, end) for begin, end in pairwise(begins)]
     best = (0, 0)
@@ -49,18 +50,18 @@ def repeated(problem: Problem) -> Run | None:
     edges = begins[first : first + count + 1]
     gathers = tuple(sum(1 for g in problem.gathers if g.first_use < edge) for edge in edges)
     reductions = tuple(sum(1 for r in problem.reductions if r.ready <= edge) for edge in edges)
-    return Run(tuple(edges), gathers, reductions)
+    return RepeatedBlocks(tuple(edges), gathers, reductions)
 
 
 def _signature(problem: Problem, begin: int, end: int) -> tuple[object, ...]:
-    def moved(item: Gather | Reduction | OwnCollective, **positions: int) -> object:
-        kept = min(positions.get("last_use", 0), end + 1)  # what is never freed is so in each block
+    def moved(item: GatherTask | ReductionTask | OwnCollective, **positions: int) -> object:
+        last = min(positions.get("last_use", 0), end + 1)  # what is never freed is so in each block
         at = {name: position - begin for name, position in positions.items() if name != "last_use" and position}
         names = {"name": ""} if isinstance(item, OwnCollective) else {"fqn": "", "unit": ""}
         zero = dict.fromkeys(positions, 0)
-        if isinstance(item, Gather):
+        if isinstance(item, GatherTask):
             zero = {"first_use": 0, "last_use": 0, "ready": 0}
-        return _plain(item, {**names, **zero}), tuple(sorted(at.items())), kept - begin if kept else 0
+        return _plain(item, {**names, **zero}), tuple(sorted(at.items())), last - begin if last else 0
 
     return (
         tuple(round(us, 3) for us in problem.op_us[begin:end]),
@@ -74,29 +75,29 @@ def _signature(problem: Problem, begin: int, end: int) -> tuple[object, ...]:
     )
 
 
-def _plain(item: Gather | Reduction | OwnCollective, without: dict[str, object]) -> object:
+def _plain(item: GatherTask | ReductionTask | OwnCollective, without: dict[str, object]) -> object:
     return replace(item, **without)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Short:
-    """A problem without the middle blocks of a run.
+class ShortenedProblem:
+    """A problem without the middle ones of its repeated blocks.
 
     Attributes:
         problem: what is left.
-        run: of the full problem.
+        blocks: of the full problem.
         front: blocks that stay in front of those that go.
         gone: blocks that go.
     """
 
     problem: Problem
-    run: Run
+    blocks: RepeatedBlocks
     front: int
     gone: int
 
-    def model(self, gathers: bool, i: int, period: int) -> int:
-        """The short problem's member that stands for member `i`; blocks that went follow the last `period` in front."""
-        edges = self.run.gathers if gathers else self.run.reductions
+    def stand_in(self, gathers: bool, i: int, period: int) -> int:
+        """The task that stands for task `i` of the full problem; blocks that went follow the last `period` in front."""
+        edges = self.blocks.gathers if gathers else self.blocks.reductions
         cut, end = edges[self.front], edges[self.front + self.gone]
         if i < cut:
             return i
@@ -107,26 +108,26 @@ class Short:
         return cut - (period - back % period) * each + place
 
 
-def shortened(problem: Problem, run: Run, blocks: int) -> Short:
-    """`problem` with `blocks` of the blocks of `run`."""
-    front, gone = (blocks + 1) // 2, run.count - blocks
-    cut, end = run.begins[front], run.begins[front + gone]
-    each, removed = run.begins[1] - run.begins[0], end - cut
+def shortened(problem: Problem, blocks: RepeatedBlocks, count: int) -> ShortenedProblem:
+    """`problem` with `count` of its repeated blocks."""
+    front, gone = (count + 1) // 2, blocks.count - count
+    cut, end = blocks.begins[front], blocks.begins[front + gone]
+    each, removed = blocks.begins[1] - blocks.begins[0], end - cut
     op_bytes = list(problem.op_bytes)
     for place in range(each):
         fullest = max(op_bytes[cut - each + place : end : each])
         op_bytes[cut - each + place] = fullest
-    gathers = slice(run.gathers[front], run.gathers[front + gone])
-    reductions = slice(run.reductions[front], run.reductions[front + gone])
+    gathers = slice(blocks.gathers[front], blocks.gathers[front + gone])
+    reductions = slice(blocks.reductions[front], blocks.reductions[front + gone])
     # What blocks that go would leave behind.
     left = sum(r.shard_bytes for r in problem.reductions[reductions])
-    left += sum(most_kept_bytes(g) for g in problem.gathers[gathers] if g.last_use == len(problem.ops))
+    left += sum(most_gathered_bytes(g) for g in problem.gathers[gathers] if g.last_use == len(problem.ops))
     op_bytes[end:] = [num_bytes + left for num_bytes in op_bytes[end:]]
 
     def moved(position: int) -> int:
         return position if position <= cut else max(cut, position - removed)
 
-    return Short(
+    return ShortenedProblem(
         Problem(
             direction=problem.direction,
             ops=problem.ops[:cut] + problem.ops[end:],
@@ -149,25 +150,36 @@ def shortened(problem: Problem, run: Run, blocks: int) -> Short:
             contention=problem.contention,
             launch_us=problem.launch_us,
         ),
-        run,
+        blocks,
         front,
         gone,
     )
 
 
-def transferred(short: Short, found: Wish, ground: Ground, full: Ground, period: int) -> Wish:
-    """What `found`, of the short problem on `ground`, wishes for the full one; blocks repeat with `period`."""
+def expanded(
+    short: ShortenedProblem, candidate: Candidate, space: SearchSpace, full_space: SearchSpace, period: int
+) -> Candidate:
+    """What a candidate for the shortened problem is for the full one.
 
-    def ends(gathers: bool, of: Ends) -> Ends:
-        sequences = ground.gathers if gathers else ground.reductions
+    Args:
+        short: the shortened problem.
+        candidate: for it.
+        space: of it.
+        full_space: of the full problem.
+        period: so many blocks have buckets of their own, then they repeat.
+    """
+
+    def ends(gathers: bool, of: BucketEnds) -> BucketEnds:
+        sequences = space.gather_sequences if gathers else space.reduction_sequences
         last = {sequence[end - 1] for sequence, places in zip(sequences, of, strict=True) for end in places}
         return tuple(
             frozenset(
                 place
                 for place, i in enumerate(sequence, start=1)
-                if place == len(sequence) or short.model(gathers, i, period) in last
+                if place == len(sequence) or short.stand_in(gathers, i, period) in last
             )
-            for sequence in (full.gathers if gathers else full.reductions)
+            for sequence in (full_space.gather_sequences if gathers else full_space.reduction_sequences)
         )
 
-    return replace(found, gathers=ends(True, found.gathers), reductions=ends(False, found.reductions))
+    gather_ends, reduction_ends = ends(True, candidate.gather_ends), ends(False, candidate.reduction_ends)
+    return replace(candidate, gather_ends=gather_ends, reduction_ends=reduction_ends)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.problem import GatherTask, Problem, ReductionTask
 
 
 def lower_bound_us(problem: Problem) -> float:
@@ -20,7 +20,7 @@ def lower_bound_us(problem: Problem) -> float:
     elapsed, total_us = problem.elapsed_us, problem.compute_us
     head_us = max(_at_once([g for g in problem.gathers if elapsed[g.first_use] == 0.0]).values(), default=0.0)
     tail_us = max(_at_once([r for r in problem.reductions if elapsed[r.ready] == total_us]).values(), default=0.0)
-    items: list[Gather | Reduction] = [*problem.gathers, *problem.reductions]
+    items: list[GatherTask | ReductionTask] = [*problem.gathers, *problem.reductions]
     busy = _at_once(items)
     for own in problem.own:
         busy[own.stream] += own.us
@@ -64,7 +64,7 @@ def _copies_us(problem: Problem, head_us: float, tail_us: float, slowed: dict[in
         slowed: what a collective's latency costs the computation, as a part of it, by stream.
     """
 
-    def least_us(item: Gather | Reduction) -> float:
+    def least_us(item: GatherTask | ReductionTask) -> float:
         transfer = item.transfer
         above_us = transfer.us(item.wire_bytes) - item.wire_bytes * transfer.us_per_byte
         latency_us = above_us * slowed.get(transfer.stream, 0.0)
@@ -86,13 +86,13 @@ def _copies_us(problem: Problem, head_us: float, tail_us: float, slowed: dict[in
     return max(in_head - head_us, 0.0) + max(in_tail - tail_us, 0.0) + max(in_both, 0.0)
 
 
-def _at_once(items: Sequence[Gather | Reduction]) -> dict[int, float]:
+def _at_once(items: Sequence[GatherTask | ReductionTask]) -> dict[int, float]:
     """The least time of each stream, were all of `items` sent as few collectives as possible."""
     found: dict[int, float] = defaultdict(float)
     latency: dict[tuple[int, int, str], float] = {}
     for item in items:
         found[item.transfer.stream] += item.wire_bytes * item.transfer.us_per_byte
-        kind, then = ("reduce", item.then) if isinstance(item, Reduction) else ("gather", None)
+        kind, then = ("reduce", item.then) if isinstance(item, ReductionTask) else ("gather", None)
         latency[item.transfer.stream, item.key, kind] = item.transfer.alpha_us
         if then is not None:
             found[then.stream] += item.shard_bytes * then.us_per_byte

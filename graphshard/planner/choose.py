@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
-from graphshard.planner.ground import Placed
+from graphshard.planner.candidates import ScheduledCandidate
 from graphshard.planner.polish import is_small, polished
 from graphshard.planner.problem import Problem
 from graphshard.planner.schedule import Schedule
 from graphshard.planner.search import searched, searched_by_blocks
 from graphshard.planner.simulator import Simulation, simulate
 
-# Of the walks that are as good as the best, so many are simulated.
+# Of the candidates that are as good as the best, so many are simulated.
 _COMPARED = 4
 # Small problems are polished from so many that differ in their buckets.
 _STARTS = 6
@@ -45,7 +45,7 @@ class BudgetTooSmall(ValueError):
 
 
 def best_schedule(
-    problem: Problem, budget_bytes: int | None = None, reuse_blocks: bool = True, walks: int = 240
+    problem: Problem, budget_bytes: int | None = None, reuse_blocks: bool = True, trials: int = 240
 ) -> Choice:
     """The fastest schedule found that allocates at most `budget_bytes`; None: as much as FSDP2's schedule.
 
@@ -53,7 +53,7 @@ def best_schedule(
         problem: what to plan.
         budget_bytes: most that may be allocated, by the simulator's count.
         reuse_blocks: blocks that repeat are planned once, large problems on a coarser one.
-        walks: how much is tried.
+        trials: how many candidates the search tries.
 
     Raises:
         BudgetTooSmall: no schedule was found; says the least that one needs, and which unit needs it.
@@ -67,24 +67,24 @@ def best_schedule(
     if budget_bytes is None:
         budget_bytes = simulations["fsdp2"].peak_bytes
     found = dict(rivals)
-    best_placed: Placed | None = None
-    search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes, walks)
-    for placed in search.good()[:_COMPARED]:
-        schedule = placed.schedule()
+    best_found: ScheduledCandidate | None = None
+    search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes, trials)
+    for candidate in search.good()[:_COMPARED]:
+        schedule = candidate.schedule()
         simulation = simulate(problem, schedule)
         known = simulations.get("search")
         if known is None or (len(schedule.buckets), simulation.peak_bytes) < (
             len(found["search"].buckets),
             known.peak_bytes,
         ):
-            found["search"], simulations["search"], best_placed = schedule, simulation, placed
-    if best_placed is not None:
-        safer = search.safer(best_placed).schedule()
+            found["search"], simulations["search"], best_found = schedule, simulation, candidate
+    if best_found is not None:
+        safer = search.safer(best_found).schedule()
         if safer != found["search"]:
             found["search"], simulations["search"] = safer, simulate(problem, safer)
     if is_small(problem):
         starts = [found[name] for name, simulation in simulations.items() if simulation.peak_bytes <= budget_bytes]
-        for start in (*starts, *(placed.schedule() for placed in search.different(_STARTS))):
+        for start in (*starts, *(candidate.schedule() for candidate in search.different(_STARTS))):
             moved = polished(problem, start, budget_bytes)
             simulation = simulate(problem, moved)
             if "search" not in simulations or simulation.step_us < simulations["search"].step_us:

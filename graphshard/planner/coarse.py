@@ -1,4 +1,4 @@
-"""A coarser problem, to search in less time: short ops are joined, and what is needed or ready there at once is one."""
+"""A coarser problem, to search in less time: short ops are joined, and tasks needed or ready there at once are one."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from graphshard.planner.costs import most_kept_bytes
-from graphshard.planner.ground import Ends, Ground, Wish
-from graphshard.planner.problem import Gather, Problem, Reduction, is_coalesced
+from graphshard.planner.candidates import BucketEnds, Candidate
+from graphshard.planner.costs import most_gathered_bytes
+from graphshard.planner.problem import GatherTask, Problem, ReductionTask, Tasks, is_coalesced
+from graphshard.planner.search_space import SearchSpace
 
 # Ops are joined up to this part of the computation.
 _GRAIN = 1 / 150
 
 
 @dataclass(frozen=True)
-class Coarse:
-    """A problem, and which of the other's members its members stand for.
+class CoarseProblem:
+    """A problem, and which of the finer one's tasks its tasks stand for.
 
     Attributes:
-        problem: with fewer ops and members.
-        gathers, reductions: of each member, the last index that it stands for.
+        problem: with fewer ops and tasks.
+        gathers, reductions: of each task, the last index that it stands for.
     """
 
     problem: Problem
     gathers: tuple[int, ...]
     reductions: tuple[int, ...]
 
-    def wish(self, found: Wish, ground: Ground, full: Ground) -> Wish:
-        """What `found`, of the coarse problem on `ground`, wishes for the other on `full`."""
+    def refined(self, candidate: Candidate, space: SearchSpace, full_space: SearchSpace) -> Candidate:
+        """What a candidate for this problem, in its `space`, is for the finer one."""
+        ends = candidate.gather_ends, candidate.reduction_ends
         return replace(
-            found,
-            gathers=_ends(found.gathers, ground.gathers, self.gathers, full.gathers),
-            reductions=_ends(found.reductions, ground.reductions, self.reductions, full.reductions),
+            candidate,
+            gather_ends=_ends(ends[0], space.gather_sequences, self.gathers, full_space.gather_sequences),
+            reduction_ends=_ends(ends[1], space.reduction_sequences, self.reductions, full_space.reduction_sequences),
         )
 
 
-def _ends(found: Ends, coarse: list[list[int]], last: tuple[int, ...], full: list[list[int]]) -> Ends:
+def _ends(found: BucketEnds, coarse: list[list[int]], last: tuple[int, ...], full: list[list[int]]) -> BucketEnds:
     behind = sorted({last[sequence[end - 1]] for sequence, ends in zip(coarse, found, strict=True) for end in ends})
     return tuple(
         frozenset(place for i in behind if (place := bisect_right(sequence, i))) | {len(sequence)} for sequence in full
     )
 
 
-def coarsened(problem: Problem) -> Coarse:
+def coarsened(problem: Problem) -> CoarseProblem:
     """`problem` with about 150 ops that begin, if possible, with a unit."""
     starts = {b.first_use for a, b in pairwise(problem.gathers) if a.unit != b.unit}
     grain_us = problem.compute_us * _GRAIN
@@ -65,7 +67,7 @@ def coarsened(problem: Problem) -> Coarse:
         at = inside(position)
         return at if edges[at] == position else at + 1
 
-    gathers: list[tuple[Gather, int]] = []
+    gathers: list[tuple[GatherTask, int]] = []
     for _, group in groupby(
         enumerate(problem.gathers), lambda entry: (entry[1].unit, entry[1].key, inside(entry[1].first_use))
     ):
@@ -75,14 +77,14 @@ def coarsened(problem: Problem) -> Coarse:
         last_use = max(inside(joined.last_use), first_use)
         ready = min(behind(joined.ready), first_use)
         gathers.append((replace(joined, first_use=first_use, last_use=last_use, ready=ready), members[-1][0]))
-    reductions: list[tuple[Reduction, int]] = []
+    reductions: list[tuple[ReductionTask, int]] = []
     for _, pairs in groupby(
         enumerate(problem.reductions), lambda entry: (entry[1].unit, entry[1].key, behind(entry[1].ready))
     ):
         reduced = list(pairs)
         merged = _joined_reduction([reduction for _, reduction in reduced])
         reductions.append((replace(merged, ready=behind(merged.ready)), reduced[-1][0]))
-    return Coarse(
+    return CoarseProblem(
         replace(
             problem,
             ops=tuple(problem.ops[i] for i in begins),
@@ -97,20 +99,20 @@ def coarsened(problem: Problem) -> Coarse:
     )
 
 
-def _joined_gather(members: Sequence[Gather]) -> Gather:
+def _joined_gather(members: Sequence[GatherTask]) -> GatherTask:
     if len(members) == 1:
         return members[0]
-    kept = sum(most_kept_bytes(member) for member in members)
+    gathered_bytes = sum(most_gathered_bytes(member) for member in members)
     return replace(
         members[0],
         **_together(members),
-        full_bytes=kept,
+        full_bytes=gathered_bytes,
         last_use=max(member.last_use for member in members),
-        alone_out_bytes=kept if not is_coalesced(members) or any(m.alone_out_bytes for m in members) else 0,
+        alone_out_bytes=gathered_bytes if not is_coalesced(members) or any(m.alone_out_bytes for m in members) else 0,
     )
 
 
-def _joined_reduction(members: Sequence[Reduction]) -> Reduction:
+def _joined_reduction(members: Sequence[ReductionTask]) -> ReductionTask:
     if len(members) == 1:
         return members[0]
     return replace(
@@ -120,7 +122,7 @@ def _joined_reduction(members: Sequence[Reduction]) -> Reduction:
     )
 
 
-def _together(members: Sequence[Gather] | Sequence[Reduction]) -> dict[str, Any]:
+def _together(members: Tasks) -> dict[str, Any]:
     """Fields that gathers and reductions have, of several as one: copied as those would be, however it is sent."""
     names = ("wire_bytes", "shard_bytes", "scratch_bytes", "copy_in_us", "copy_out_us")
     found = {name: sum(getattr(member, name) for member in members) for name in names}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, held_by_launch, kept_bytes
+from graphshard.planner.memory import copied_out_bytes, freed_by_finish, freed_by_wait, gathered_bytes, held_by_launch
 from graphshard.planner.problem import (
-    Gather,
+    GatherTask,
     Problem,
-    Reduction,
+    Tasks,
     copy_in_us,
     copy_out_us,
     is_flat,
@@ -31,7 +31,7 @@ class BucketCost(NamedTuple):
         out: what a gather is copied out to.
         freed_by_wait: free behind the wait; `freed_by_finish`: behind that of the all-reduce that follows.
         frees: (last use, bytes) of the members of a gather.
-        spans: (first position, the one behind the last, bytes): what a gather holds there before its members are used.
+        live_ranges: (first position, the one behind the last, bytes): what a gather holds before its members are used.
         wire_bytes: as it is sent.
     """
 
@@ -50,7 +50,7 @@ class BucketCost(NamedTuple):
     freed_by_wait: int
     freed_by_finish: int
     frees: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[int, int, int], ...]
+    live_ranges: tuple[tuple[int, int, int], ...]
     wire_bytes: int
 
 
@@ -75,8 +75,8 @@ def gather_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
         out=out,
         freed_by_wait=freed_by_wait(items),
         freed_by_finish=freed_by_finish(items),
-        frees=tuple((item.last_use, kept_bytes(item, flat)) for item in items),
-        spans=tuple(_spans(items, need, held + out)),
+        frees=tuple((item.last_use, gathered_bytes(item, flat)) for item in items),
+        live_ranges=tuple(_live_ranges(items, need, held + out)),
         wire_bytes=sum(item.wire_bytes for item in items),
     )
 
@@ -102,35 +102,35 @@ def reduction_cost(problem: Problem, members: tuple[int, ...]) -> BucketCost:
         freed_by_wait=freed_by_wait(items),
         freed_by_finish=freed_by_finish(items),
         frees=(),
-        spans=(),
+        live_ranges=(),
         wire_bytes=sum(item.wire_bytes for item in items),
     )
 
 
-def most_kept_bytes(gather: Gather) -> int:
-    """The same, in whatever bucket."""
-    return max(kept_bytes(gather, flat=True), kept_bytes(gather, flat=False))
+def most_gathered_bytes(gather: GatherTask) -> int:
+    """Most that one gathered parameter holds until its last use, in whatever bucket."""
+    return max(gathered_bytes(gather, flat=True), gathered_bytes(gather, flat=False))
 
 
-def _spans(items: Sequence[Gather], need: int, most: int) -> list[tuple[int, int, int]]:
+def _live_ranges(items: Sequence[GatherTask], need: int, most: int) -> list[tuple[int, int, int]]:
     # At the first use the buffer and what it is copied out to are there; what is in use then is counted as needed.
-    used = sum(most_kept_bytes(item) for item in items if item.first_use == need)
-    spans = [(need, need + 1, most - used)]
-    waiting = sum(most_kept_bytes(item) for item in items) - used
+    used = sum(most_gathered_bytes(item) for item in items if item.first_use == need)
+    found = [(need, need + 1, most - used)]
+    waiting = sum(most_gathered_bytes(item) for item in items) - used
     begin = need + 1
     for item in sorted(items, key=lambda item: item.first_use):
         if item.first_use > need:
             if item.first_use > begin:
-                spans.append((begin, item.first_use, waiting))
+                found.append((begin, item.first_use, waiting))
                 begin = item.first_use
-            waiting -= most_kept_bytes(item)
-    return spans
+            waiting -= most_gathered_bytes(item)
+    return found
 
 
-def sequences(items: Sequence[Gather] | Sequence[Reduction], apart: frozenset[int] = frozenset()) -> list[list[int]]:
-    """Items whose buckets are intervals: those of one key, in order, without those that stand `apart`."""
+def sequences(tasks: Tasks, apart: frozenset[int] = frozenset()) -> list[list[int]]:
+    """Tasks whose buckets are intervals: those of one key, in order, without those that stand `apart`."""
     found: dict[int, list[int]] = {}
-    keys = [item.key for item in items]
+    keys = [task.key for task in tasks]
     for i, key in enumerate(keys):
         if i not in apart:
             found.setdefault(key, []).append(i)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from graphshard.planner.baselines import FIXED_BYTES
-from graphshard.planner.ground import Ends
-from graphshard.planner.problem import Gather, Reduction
+from graphshard.planner.candidates import BucketEnds
+from graphshard.planner.problem import Tasks
 
-# Part of a unit, or whole units, that the first wishes put into a bucket; 0: each member is alone.
+# Part of a unit, or whole units, that the first candidates put into a bucket; 0: each member is alone.
 _PARTS = (0.0, 0.125, 0.25, 0.5)
 _UNITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 # Parts of all bytes at which few buckets end.
@@ -23,7 +23,7 @@ _CUTS = (
 )
 
 
-def first_ends(items: Sequence[Gather] | Sequence[Reduction], sequences: list[list[int]]) -> list[Ends]:
+def first_ends(items: Tasks, sequences: list[list[int]]) -> list[BucketEnds]:
     """Where buckets of many kinds end, for each sequence; as many for gathers as for reductions."""
     found = [ends_of_units(items, sequences, size) for size in (*_PARTS, *_UNITS)]
     found.append(tuple(_ends_of_bytes(items, sequence, FIXED_BYTES) for sequence in sequences))
@@ -31,7 +31,7 @@ def first_ends(items: Sequence[Gather] | Sequence[Reduction], sequences: list[li
     return found
 
 
-def ends_of_units(items: Sequence[Gather] | Sequence[Reduction], sequences: list[list[int]], size: float) -> Ends:
+def ends_of_units(items: Tasks, sequences: list[list[int]], size: float) -> BucketEnds:
     """Where buckets of `size` units end; those of parts of a unit end with the unit, too."""
     unit_bytes: dict[str, int] = {}
     for item in items:
@@ -52,7 +52,7 @@ def ends_of_units(items: Sequence[Gather] | Sequence[Reduction], sequences: list
     return tuple(found)
 
 
-def _ends_of_bytes(items: Sequence[Gather] | Sequence[Reduction], sequence: list[int], most: int) -> frozenset[int]:
+def _ends_of_bytes(items: Tasks, sequence: list[int], most: int) -> frozenset[int]:
     ends, filled = {len(sequence)}, 0
     for place, i in enumerate(sequence):
         if place and filled + items[i].wire_bytes > most:
@@ -62,9 +62,7 @@ def _ends_of_bytes(items: Sequence[Gather] | Sequence[Reduction], sequence: list
     return frozenset(ends)
 
 
-def _ends_at(
-    items: Sequence[Gather] | Sequence[Reduction], sequence: list[int], cuts: Sequence[float]
-) -> frozenset[int]:
+def _ends_at(items: Tasks, sequence: list[int], cuts: Sequence[float]) -> frozenset[int]:
     before = list(accumulate(items[i].wire_bytes for i in sequence))
     nearest = {min(range(len(before)), key=lambda place: abs(before[place] - cut * before[-1])) + 1 for cut in cuts}
     return frozenset({len(sequence), *nearest})

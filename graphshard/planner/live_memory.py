@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphshard.planner.memory import (
     copied_out_bytes,
     freed_by_finish,
     freed_by_wait,
+    gathered_bytes,
     held_by_launch,
-    kept_bytes,
     scratch_bytes,
     sent_themselves_bytes,
 )
-from graphshard.planner.problem import Gather, Problem, Reduction, is_flat
-from graphshard.planner.schedule import Action, Schedule, Step
+from graphshard.planner.problem import GatherTask, Problem, ReductionTask, Tasks, is_flat
+from graphshard.planner.schedule import Schedule, ScheduledStep, StepKind
 
 
 class LiveBytes(NamedTuple):
@@ -42,22 +41,22 @@ def live_by_category(problem: Problem, schedule: Schedule) -> tuple[LiveBytes, .
 
     The sum of an entry is that of `Simulation.live_bytes`.
     """
-    actions: dict[int, list[Action]] = defaultdict(list)
-    for action in schedule.actions:
-        actions[action.before].append(action)
-    walk = _Walk(problem)
+    steps: dict[int, list[ScheduledStep]] = defaultdict(list)
+    for step in schedule.steps:
+        steps[step.before].append(step)
+    memory = _CategorisedMemory(problem)
     for position in range(len(problem.ops) + 1):
-        for action in actions[position]:
-            members = schedule.members(problem, action.bucket)
-            if action.step == "launch":
-                walk.launch(members, position)
+        for step in steps[position]:
+            members = schedule.members(problem, step.bucket)
+            if step.kind == "launch":
+                memory.launch(members, position)
             else:
-                walk.wait(members, action.step, position)
-        walk.end_of(position)
-    return tuple(walk.most)
+                memory.wait(members, step.kind, position)
+        memory.end_of(position)
+    return tuple(memory.most)
 
 
-class _Walk:
+class _CategorisedMemory:
     """The rules are the simulator's: memory follows the order of the program."""
 
     def __init__(self, problem: Problem) -> None:
@@ -77,27 +76,27 @@ class _Walk:
         if sum(now) > sum(self.most[at]):
             self.most[at] = now
 
-    def launch(self, members: Sequence[Gather] | Sequence[Reduction], at: int) -> None:
+    def launch(self, members: Tasks, at: int) -> None:
         (held, freed), scratch = held_by_launch(members), scratch_bytes(members)
-        results = sum(member.shard_bytes for member in members) if isinstance(members[0], Reduction) else 0
+        results = sum(member.shard_bytes for member in members) if isinstance(members[0], ReductionTask) else 0
         self.reduced += results
         self.buffers += held - results
         self._see(at)
         self.gradients -= freed - scratch
         self.buffers -= scratch
 
-    def wait(self, members: Sequence[Gather] | Sequence[Reduction], step: Step, at: int) -> None:
+    def wait(self, members: Tasks, kind: StepKind, at: int) -> None:
         freed = freed_by_wait(members)
-        if isinstance(members[0], Reduction):
+        if isinstance(members[0], ReductionTask):
             sent_themselves, then = sent_themselves_bytes(members), freed_by_finish(members)
-            if step == "wait":
+            if kind == "wait":
                 self.gradients -= sent_themselves
                 self.buffers -= freed - sent_themselves
             else:
                 self.buffers -= then
             return
         flat = is_flat(members)
-        gathers = [gather for gather in members if isinstance(gather, Gather)]
+        gathers = [gather for gather in members if isinstance(gather, GatherTask)]
         received = sum(gather.wire_bytes for gather in gathers if not flat and not gather.alone_out_bytes)
         self.buffers -= received
         self.parameters += received + copied_out_bytes(members)
@@ -105,7 +104,7 @@ class _Walk:
         self.buffers -= freed
         for gather in gathers:
             if gather.last_use < len(self.frees) - 1:
-                self.frees[max(gather.last_use, at)] += kept_bytes(gather, flat)
+                self.frees[max(gather.last_use, at)] += gathered_bytes(gather, flat)
 
     def end_of(self, at: int) -> None:
         if at < len(self.grads) - 1:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphshard.planner.baselines import in_launch_order
 from graphshard.planner.problem import Problem
-from graphshard.planner.schedule import Action, Bucket, Schedule, Step, check_schedule
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, check_schedule
 from graphshard.planner.simulator import simulate
 
 # So many gathers and reductions are a small problem.
@@ -17,7 +17,7 @@ _MOVES = 2500
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether moves of single actions are affordable."""
+    """Whether moves of single steps are affordable."""
     return len(problem.gathers) + len(problem.reductions) <= SMALL
 
 
@@ -71,38 +71,37 @@ def _moved(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _one_moved(problem: Problem, schedule: Schedule, only: int = -1) -> Iterator[Schedule]:
-    """One action at every other place among the others, and at every position that it may have there."""
-    for i, action in enumerate(schedule.actions):
-        if only in (-1, action.bucket):
-            others = (*schedule.actions[:i], *schedule.actions[i + 1 :])
+    """One step at every other place among the others, and at every position that it may have there."""
+    for i, step in enumerate(schedule.steps):
+        if only in (-1, step.bucket):
+            others = (*schedule.steps[:i], *schedule.steps[i + 1 :])
             for place in range(len(others) + 1):
                 low = others[place - 1].before if place else 0
                 high = others[place].before if place < len(others) else len(problem.ops)
                 for before in range(low, high + 1):
-                    moved = (*others[:place], action._replace(before=before), *others[place:])
-                    yield replace(schedule, actions=moved)
+                    moved = (*others[:place], step._replace(before=before), *others[place:])
+                    yield replace(schedule, steps=moved)
 
 
 def _merged(schedule: Schedule, a: int, b: int) -> Schedule:
-    """Members of bucket `b` in bucket `a`, with the actions of `a`."""
+    """Members of bucket `b` in bucket `a`, with the steps of `a`."""
     members = tuple(sorted(schedule.buckets[a].members + schedule.buckets[b].members))
     buckets = list(schedule.buckets)
     buckets[a] = Bucket(buckets[a].kind, members)
     del buckets[b]
-    actions = [x._replace(bucket=x.bucket - (x.bucket > b)) for x in schedule.actions if x.bucket != b]
-    return Schedule(tuple(buckets), tuple(actions))
+    steps = [x._replace(bucket=x.bucket - (x.bucket > b)) for x in schedule.steps if x.bucket != b]
+    return Schedule(tuple(buckets), tuple(steps))
 
 
 def _split(schedule: Schedule, a: int, member: int) -> Schedule:
-    """`member` in a bucket of its own, behind each action of bucket `a`."""
+    """`member` in a bucket of its own, behind each step of bucket `a`."""
     bucket = schedule.buckets[a]
     buckets = list(schedule.buckets)
     buckets[a] = Bucket(bucket.kind, tuple(i for i in bucket.members if i != member))
     buckets.append(Bucket(bucket.kind, (member,)))
-    actions = list[Action]()
-    for action in schedule.actions:
-        step: Step = action.step
-        actions.append(action)
-        if action.bucket == a:
-            actions.append(Action(action.before, step, len(buckets) - 1))
-    return Schedule(tuple(buckets), tuple(actions))
+    steps = list[ScheduledStep]()
+    for step in schedule.steps:
+        steps.append(step)
+        if step.bucket == a:
+            steps.append(step._replace(bucket=len(buckets) - 1))
+    return Schedule(tuple(buckets), tuple(steps))

@@ -40,7 +40,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherTask:
     """One parameter that the program gathers.
 
     Attributes:
@@ -81,7 +81,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionTask:
     """One gradient that the program reduces.
 
     Attributes:
@@ -113,6 +113,10 @@ class Reduction:
     alone_out_us: float = 0.0
     scratch_bytes: int = 0
     coalesced_us: float | None = None
+
+
+# Of one kind: the members of a bucket, or all of a problem.
+Tasks = Sequence[GatherTask] | Sequence[ReductionTask]
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,8 @@ class Problem:
     ops: tuple[str, ...]
     op_us: tuple[float, ...]
     op_bytes: tuple[int, ...]
-    gathers: tuple[Gather, ...]
-    reductions: tuple[Reduction, ...]
+    gathers: tuple[GatherTask, ...]
+    reductions: tuple[ReductionTask, ...]
     own: tuple[OwnCollective, ...] = ()
     streams: tuple[str, ...] = ("",)
     contention: float = 0.0
@@ -193,7 +197,7 @@ def _errors(problem: Problem) -> Iterator[str]:
             yield from (f"{name}[{i}].{error}" for error in _item_errors(problem, item))
 
 
-def _item_errors(problem: Problem, item: Gather | Reduction | OwnCollective) -> Iterator[str]:
+def _item_errors(problem: Problem, item: GatherTask | ReductionTask | OwnCollective) -> Iterator[str]:
     for field in fields(item):
         value = getattr(item, field.name)
         if isinstance(value, Transfer):
@@ -208,7 +212,7 @@ def _item_errors(problem: Problem, item: Gather | Reduction | OwnCollective) -> 
                 yield f"{field.name}: {_want(value)}"
             if field.name in ("first_use", "last_use", "ready", "launch", "wait") and value > len(problem.ops):
                 yield f"{field.name}: got {value}, want a position of {len(problem.ops)} ops"
-    if isinstance(item, Gather) and not item.ready <= item.first_use <= item.last_use:
+    if isinstance(item, GatherTask) and not item.ready <= item.first_use <= item.last_use:
         yield f"first_use: got {item.first_use}, want one from {item.ready} (ready) to {item.last_use} (last_use)"
     if isinstance(item, OwnCollective) and not (item.launch <= item.wait and 0 <= item.stream < len(problem.streams)):
         yield f"wait: got {item.wait}, want it behind the launch at {item.launch}, and a stream that is there"
@@ -219,7 +223,7 @@ def _want(value: float) -> str:
     return "" if isfinite(value) and value >= 0 else f"got {value}, want a finite number, not negative"
 
 
-def is_coalesced(members: Sequence[Gather] | Sequence[Reduction]) -> bool:
+def is_coalesced(members: Tasks) -> bool:
     """Whether the collective of a bucket takes its members one by one: copies of a flat buffer would take longer."""
     if len(members) == 1:
         return False
@@ -232,32 +236,32 @@ def is_coalesced(members: Sequence[Gather] | Sequence[Reduction]) -> bool:
     return apart_us < flat_us
 
 
-def is_flat(members: Sequence[Gather] | Sequence[Reduction]) -> bool:
+def is_flat(members: Tasks) -> bool:
     """Whether the members of a bucket are copied into one buffer, or out of one."""
     return len(members) > 1 and not is_coalesced(members)
 
 
-def copy_in_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+def copy_in_us(members: Tasks) -> float:
     """Time of the copy into a bucket."""
     if is_flat(members):
         return sum(member.copy_in_us for member in members)
     return sum(member.alone_in_us for member in members)
 
 
-def copy_out_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+def copy_out_us(members: Tasks) -> float:
     """Time of the copy out of a bucket."""
     if is_flat(members):
         return sum(member.copy_out_us for member in members)
     return sum(member.alone_out_us for member in members)
 
 
-def transfer_us(members: Sequence[Gather] | Sequence[Reduction]) -> float:
+def transfer_us(members: Tasks) -> float:
     """Time of a bucket's collective."""
     more_us = sum(member.coalesced_us or 0.0 for member in members) if is_coalesced(members) else 0.0
     return members[0].transfer.us(sum(member.wire_bytes for member in members)) + more_us
 
 
-def then_us(members: Sequence[Reduction]) -> float:
+def then_us(members: Sequence[ReductionTask]) -> float:
     """Time of the all-reduce that follows a bucket's reduce-scatter."""
     then = members[0].then
     return 0.0 if then is None else then.us(sum(member.shard_bytes for member in members))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from graphshard.planner.problem import Problem, Reduction
-from graphshard.planner.schedule import Action, Bucket, Schedule, Step, check_schedule
+from graphshard.planner.problem import Problem, ReductionTask
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, StepKind, check_schedule
 
 
 class OrderImpossible(ValueError):
@@ -18,7 +18,7 @@ class OrderImpossible(ValueError):
 
 
 def realised_schedule(
-    problem: Problem, buckets: Sequence[Bucket], hints: Sequence[tuple[Step, int]] = (), early: bool = True
+    problem: Problem, buckets: Sequence[Bucket], hints: Sequence[tuple[StepKind, int]] = (), early: bool = True
 ) -> Schedule:
     """The schedule of `problem` that launches `buckets` in their order.
 
@@ -28,8 +28,8 @@ def realised_schedule(
     Args:
         problem: to schedule.
         buckets: all of its gathers and reductions, in order of launch.
-        hints: (step, index of a bucket) in the order of the program that they were planned for; empty: each gather is
-            launched when the gather before it has arrived, each reduction awaited at the end.
+        hints: (kind of step, index of a bucket) in the order of the program that they were planned for; empty: each
+            gather is launched when the gather before it has arrived, each reduction awaited at the end.
         early: False: gathers are launched as late as the order allows, which holds the least memory.
 
     Raises:
@@ -52,28 +52,28 @@ def realised_schedule(
     for number, (first, last) in enumerate(zip(earliest, latest, strict=True)):
         if first > last:
             raise OrderImpossible(_impossible(problem, buckets, number))
-    steps = list(hints) or _usual_steps(problem, buckets)
-    _check_hints(buckets, steps)
-    actions: list[tuple[int, int, Action]] = []
+    order = list(hints) or _usual_order(problem, buckets)
+    _check_hints(buckets, order)
+    steps: list[tuple[int, int, ScheduledStep]] = []
     arrived = launched = 0  # so far: of the steps up to here
-    for turn, (step, number) in enumerate(steps):
+    for turn, (kind, number) in enumerate(order):
         is_gather = buckets[number].kind == "gather"
-        if step == "launch":
-            wished = max(earliest[number], arrived if early else latest[number]) if is_gather else earliest[number]
-            at = launched = max(min(wished, latest[number]), launched)
+        if kind == "launch":
+            wanted = max(earliest[number], arrived if early else latest[number]) if is_gather else earliest[number]
+            at = launched = max(min(wanted, latest[number]), launched)
         elif is_gather:
             at = arrival[number]
             arrived = max(arrived, at)
         else:  # behind all that came before it
             at = max(arrived, launched)
-        actions.append((at, turn, Action(at, step, number)))
-    found = Schedule(tuple(buckets), tuple(action for *_, action in sorted(actions)))
+        steps.append((at, turn, ScheduledStep(at, kind, number)))
+    found = Schedule(tuple(buckets), tuple(step for *_, step in sorted(steps)))
     check_schedule(problem, found)
     return found
 
 
-def _usual_steps(problem: Problem, buckets: Sequence[Bucket]) -> list[tuple[Step, int]]:
-    steps: list[tuple[Step, int]] = []
+def _usual_order(problem: Problem, buckets: Sequence[Bucket]) -> list[tuple[StepKind, int]]:
+    steps: list[tuple[StepKind, int]] = []
     before = -1
     for number, bucket in enumerate(buckets):
         if bucket.kind == "gather":
@@ -89,12 +89,12 @@ def _usual_steps(problem: Problem, buckets: Sequence[Bucket]) -> list[tuple[Step
 
 
 def _then(problem: Problem, bucket: Bucket) -> bool:
-    first: Reduction = problem.reductions[bucket.members[0]]
+    first: ReductionTask = problem.reductions[bucket.members[0]]
     return first.then is not None
 
 
-def _check_hints(buckets: Sequence[Bucket], steps: Sequence[tuple[Step, int]]) -> None:
-    launches = [number for step, number in steps if step == "launch"]
+def _check_hints(buckets: Sequence[Bucket], hints: Sequence[tuple[StepKind, int]]) -> None:
+    launches = [number for kind, number in hints if kind == "launch"]
     if launches != list(range(len(buckets))):
         raise OrderImpossible(f"want the launches of {len(buckets)} buckets in their order, got {launches}")
 

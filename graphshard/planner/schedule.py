@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from graphshard.planner.problem import Gather, Problem, Reduction
+from graphshard.planner.problem import Problem, ReductionTask, Tasks
 
-Step = Literal["launch", "wait", "finish"]
+# Launch: copy-in and launch. Wait: wait and copy-out, or, where a reduce-scatter is followed by an all-reduce, wait and
+# launch of that. Finish: wait and copy-out of that all-reduce.
+StepKind = Literal["launch", "wait", "finish"]
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,17 @@ class Bucket:
     members: tuple[int, ...]
 
 
-class Action(NamedTuple):
+class ScheduledStep(NamedTuple):
     """One step of a bucket.
 
     Attributes:
         before: the position at which it happens; several at one position happen in the order of the schedule.
-        step: ``"launch"``: copy-in and launch. ``"wait"``: wait and copy-out, or, where a reduce-scatter is followed
-            by an all-reduce, wait and launch of that. ``"finish"``: wait and copy-out of that all-reduce.
+        kind: what happens, see `StepKind`.
         bucket: index into the schedule's buckets.
     """
 
     before: int
-    step: Step
+    kind: StepKind
     bucket: int
 
 
@@ -45,13 +46,13 @@ class Schedule:
 
     Attributes:
         buckets: in order of launch.
-        actions: in program order.
+        steps: in program order.
     """
 
     buckets: tuple[Bucket, ...]
-    actions: tuple[Action, ...]
+    steps: tuple[ScheduledStep, ...]
 
-    def members(self, problem: Problem, bucket: int) -> Sequence[Gather] | Sequence[Reduction]:
+    def members(self, problem: Problem, bucket: int) -> Tasks:
         """The members of a bucket."""
         found = self.buckets[bucket]
         if found.kind == "gather":
@@ -73,28 +74,28 @@ def _errors(problem: Problem, schedule: Schedule) -> Iterator[str]:
         if found != list(range(count)):
             yield f"want each of {count} members of kind {kind} in one bucket, got {found}"
             return
-    place: dict[tuple[int, Step], int] = {}
-    for i, action in enumerate(schedule.actions):
-        if (action.bucket, action.step) in place:
-            yield f"bucket {action.bucket}: two of step {action.step}"
-        place[action.bucket, action.step] = i
-        if not 0 <= action.before <= len(problem.ops) or (i and action.before < schedule.actions[i - 1].before):
-            yield f"bucket {action.bucket}: {action.step} at position {action.before}, out of order"
+    place: dict[tuple[int, StepKind], int] = {}
+    for i, step in enumerate(schedule.steps):
+        if (step.bucket, step.kind) in place:
+            yield f"bucket {step.bucket}: two of step {step.kind}"
+        place[step.bucket, step.kind] = i
+        if not 0 <= step.before <= len(problem.ops) or (i and step.before < schedule.steps[i - 1].before):
+            yield f"bucket {step.bucket}: {step.kind} at position {step.before}, out of order"
     for number, bucket in enumerate(schedule.buckets):
         members = schedule.members(problem, number)
         if len({member.key for member in members}) != 1:
             yield f"bucket {number}: members of several keys"
-        steps: list[Step] = ["launch", "wait"]
-        if isinstance(members[0], Reduction) and members[0].then is not None:
-            steps.append("finish")
-        places = [place.get((number, step), -1) for step in steps]
+        kinds: list[StepKind] = ["launch", "wait"]
+        if isinstance(members[0], ReductionTask) and members[0].then is not None:
+            kinds.append("finish")
+        places = [place.get((number, kind), -1) for kind in kinds]
         if -1 in places or places != sorted(places):
-            yield f"bucket {number}: want {', '.join(steps)}, in this order"
+            yield f"bucket {number}: want {', '.join(kinds)}, in this order"
             return
-        launch, wait = (schedule.actions[i].before for i in places[:2])
+        launch, wait = (schedule.steps[i].before for i in places[:2])
         if launch < max(member.ready for member in members):
             yield f"bucket {number}: launched at {launch}, before its members are ready"
         if bucket.kind == "gather" and wait > min(problem.gathers[i].first_use for i in bucket.members):
             yield f"bucket {number}: awaited at {wait}, behind the first use of a member"
-    if len(place) != sum(1 for _ in schedule.actions) or any(n >= len(schedule.buckets) for n, _ in place):
-        yield "actions of a bucket that is not there"
+    if len(place) != len(schedule.steps) or any(n >= len(schedule.buckets) for n, _ in place):
+        yield "steps of a bucket that is not there"

@@ -16,13 +16,13 @@ from graphshard.planner.memory import Memory
 from graphshard.planner.problem import (
     OwnCollective,
     Problem,
-    Reduction,
+    ReductionTask,
     copy_in_us,
     copy_out_us,
     then_us,
     transfer_us,
 )
-from graphshard.planner.schedule import Action, Schedule
+from graphshard.planner.schedule import Schedule, ScheduledStep, StepKind
 
 Reason = Literal["hidden", "head", "tail", "queue", "late", "own"]
 
@@ -96,17 +96,17 @@ def computed_until(now_us: float, work_us: float, busy_until_us: float, contenti
 
 def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     """Runs `schedule`, which must be one for `problem` (see `check_schedule`)."""
-    return _Run(problem, schedule).run()
+    return _Simulator(problem, schedule).run()
 
 
-class _Run:
+class _Simulator:
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
         self.now_us = 0.0
         self.free_us = [0.0] * len(problem.streams)
         self.last_on = [-1] * len(problem.streams)
-        self.end_us: dict[tuple[int, str], float] = {}
-        self.launched: dict[tuple[int, str], tuple[float, float, int, int]] = {}
+        self.end_us: dict[tuple[int, StepKind], float] = {}
+        self.launched: dict[tuple[int, StepKind], tuple[float, float, int, int]] = {}
         self.events: list[Event] = []
         self.exposures: list[Exposure] = []
         self.members = [schedule.members(problem, i) for i in range(len(schedule.buckets))]
@@ -114,16 +114,16 @@ class _Run:
 
     def run(self) -> Simulation:
         problem = self.problem
-        actions = iter(self.schedule.actions)
-        action = next(actions, None)
+        steps = iter(self.schedule.steps)
+        step = next(steps, None)
         own_launches, own_waits = iter(problem.own), iter(sorted(problem.own, key=lambda c: c.wait))
         to_launch, to_wait = next(own_launches, None), next(own_waits, None)
         own_ends: dict[str, float] = {}
         own: list[Exposure] = []
         for position in range(len(problem.ops) + 1):
-            while action is not None and action.before == position:
-                self._act(action)
-                action = next(actions, None)
+            while step is not None and step.before == position:
+                self._take(step)
+                step = next(steps, None)
             while to_launch is not None and to_launch.launch == position:
                 own_ends[to_launch.name] = self._start(to_launch.stream, to_launch.us, -1, position)[1]
                 to_launch = next(own_launches, None)
@@ -136,21 +136,21 @@ class _Run:
         end_us = max([self.now_us, *self.free_us])
         return Simulation(end_us, (*self.exposures, *own), tuple(self.events), tuple(self.memory.most))
 
-    def _act(self, action: Action) -> None:
-        bucket, members = action.bucket, self.members[action.bucket]
-        if action.step == "launch":
-            self.memory.launch(bucket, action.before)
-            self._compute("copy_in", copy_in_us(members) + self.problem.launch_us, bucket, action.before)
-            self._launch(bucket, "launch", members[0].transfer.stream, transfer_us(members), action.before)
+    def _take(self, step: ScheduledStep) -> None:
+        bucket, members = step.bucket, self.members[step.bucket]
+        if step.kind == "launch":
+            self.memory.launch(bucket, step.before)
+            self._compute("copy_in", copy_in_us(members) + self.problem.launch_us, bucket, step.before)
+            self._launch(bucket, "launch", members[0].transfer.stream, transfer_us(members), step.before)
             return
-        self._wait(bucket, "launch" if action.step == "wait" else "wait", action.before)
-        self.memory.wait(bucket, action.step, action.before)
-        if action.step == "wait" and isinstance(members[0], Reduction) and members[0].then is not None:
-            self._compute("copy_in", self.problem.launch_us, bucket, action.before)
-            reduced: Sequence[Reduction] = members  # type: ignore[assignment]
-            self._launch(bucket, "wait", members[0].then.stream, then_us(reduced), action.before)
+        self._wait(bucket, "launch" if step.kind == "wait" else "wait", step.before)
+        self.memory.wait(bucket, step.kind, step.before)
+        if step.kind == "wait" and isinstance(members[0], ReductionTask) and members[0].then is not None:
+            self._compute("copy_in", self.problem.launch_us, bucket, step.before)
+            reduced: Sequence[ReductionTask] = members  # type: ignore[assignment]
+            self._launch(bucket, "wait", members[0].then.stream, then_us(reduced), step.before)
         else:
-            self._compute("copy_out", copy_out_us(members), bucket, action.before)
+            self._compute("copy_out", copy_out_us(members), bucket, step.before)
 
     def _compute(self, what: Literal["compute", "copy_in", "copy_out"], work_us: float, bucket: int, at: int) -> None:
         if work_us:
@@ -164,15 +164,15 @@ class _Run:
         self.events.append(Event(stream, "collective", bucket, start, start + us, at))
         return start, start + us
 
-    def _launch(self, bucket: int, step: str, stream: int, us: float, at: int) -> None:
+    def _launch(self, bucket: int, kind: StepKind, stream: int, us: float, at: int) -> None:
         before, launched_us = self.last_on[stream], self.now_us
-        start, self.end_us[bucket, step] = self._start(stream, us, bucket, at)
-        self.launched[bucket, step] = (launched_us, start, at, before)
+        start, self.end_us[bucket, kind] = self._start(stream, us, bucket, at)
+        self.launched[bucket, kind] = (launched_us, start, at, before)
         self.last_on[stream] = bucket
 
-    def _wait(self, bucket: int, step: str, at: int) -> None:
-        exposed_us = max(0.0, self.end_us[bucket, step] - self.now_us)
-        launched_us, start_us, launched_at, before = self.launched[bucket, step]
+    def _wait(self, bucket: int, kind: StepKind, at: int) -> None:
+        exposed_us = max(0.0, self.end_us[bucket, kind] - self.now_us)
+        launched_us, start_us, launched_at, before = self.launched[bucket, kind]
         reason: Reason = "hidden"
         if exposed_us:
             self.events.append(Event(-1, "exposed", bucket, self.now_us, self.now_us + exposed_us, at))

@@ -23,20 +23,19 @@ from graphshard.planner import (
     Accumulation,
     BudgetTooSmall,
     Choice,
-    Gather,
     Problem,
-    Reduction,
     Schedule,
+    Tasks,
     accumulation_choice,
     best_schedule,
-    choose_kept,
+    choose_residency,
     fixed_size_schedule,
     fsdp2_schedule,
     is_coalesced,
-    kept_problems,
     lower_bound_us,
     per_parameter_schedule,
     simulate,
+    with_residency,
 )
 from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.planning.realising import realise
@@ -271,7 +270,7 @@ class RegionPlanning:
         if self._planning.mode == "fsdp2":
             return None
         ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
-        as_in_fsdp2 = kept_problems(ahead, back, by_default)
+        as_in_fsdp2 = with_residency(ahead, back, by_default)
         self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
         self._behind = as_in_fsdp2[1]
         text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
@@ -285,7 +284,7 @@ class RegionPlanning:
             return None if stored.kept is None else list(stored.kept)
         if not planning.keeps:
             return None
-        return sorted(choose_kept(forward, backward, planning.budget_bytes or self._step_bytes))
+        return sorted(choose_residency(forward, backward, planning.budget_bytes or self._step_bytes))
 
     def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
@@ -305,7 +304,7 @@ class RegionPlanning:
 
 def bucket_is_coalesced(problem: Problem, kind: str, members: Sequence[str]) -> bool:
     """Whether a bucket of these gathers, or else reductions, of a problem is sent without a flat buffer."""
-    items: Sequence[Gather] | Sequence[Reduction] = problem.gathers if kind == "gather" else problem.reductions
+    items: Tasks = problem.gathers if kind == "gather" else problem.reductions
     found: Any = [item for item in items if item.fqn in members]
     return len(found) == len(members) and is_coalesced(found)
 
@@ -322,5 +321,5 @@ def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
         suffix = f"#{names[name]}" if names[name] > 1 else ""
         buckets.append(PlannedBucket(name + suffix, bucket.kind, tuple(member.fqn for member in members)))
     ends = (*problem.ops, END)
-    steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.actions)
+    steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.steps)
     return ProgramPlan(tuple(buckets), tuple(steps))

@@ -9,11 +9,11 @@ from graphshard.errors import RanksDiffer
 from graphshard.graph.ir import PassContext
 from graphshard.graph.plan import END, PlannedBucket
 from graphshard.planner import (
-    Action,
     Bucket,
     OrderImpossible,
     Problem,
     Schedule,
+    ScheduledStep,
     check_schedule,
     realised_schedule,
     simulate,
@@ -42,7 +42,7 @@ def realise(
     number_of = {bucket.name: number for number, bucket in enumerate(contract.buckets)}
     place = {name: at for at, name in enumerate(problem.ops)} | {END: len(problem.ops)}
     if contract.steps and names <= place.keys():  # the graph that it was decided for, perhaps of other shapes
-        steps = (Action(place[step.before], step.step, number_of[step.bucket]) for step in contract.steps)
+        steps = (ScheduledStep(place[step.before], step.step, number_of[step.bucket]) for step in contract.steps)
         schedule = Schedule(tuple(buckets), tuple(steps))
         try:
             check_schedule(problem, schedule)

@@ -1,7 +1,10 @@
-"""What a training step would take on any number of GPUs, without any: models are traced on tensors without data."""
+"""What a training step would take on any number of GPUs, without any: models are traced on tensors without data.
+
+Starts no process; its process groups are fake. Imports `runtime` and what is below it.
+"""
 
 from graphshard.scale.estimate import Setting, StepEstimate, Workload, estimate_step
 from graphshard.scale.models import ModelChoice, make_workload
-from graphshard.scale.resize import Layout
+from graphshard.scale.resize import RankLayout
 
-__all__ = ["Layout", "ModelChoice", "Setting", "StepEstimate", "Workload", "estimate_step", "make_workload"]
+__all__ = ["ModelChoice", "RankLayout", "Setting", "StepEstimate", "Workload", "estimate_step", "make_workload"]

@@ -20,7 +20,7 @@ from graphshard.scale.checkpointing import CHECKPOINTING
 from graphshard.scale.estimate import Setting, StepEstimate, Workload, estimate_step
 from graphshard.scale.models import STATES, ModelChoice, make_workload
 from graphshard.scale.presets import PRESETS
-from graphshard.scale.resize import Layout
+from graphshard.scale.resize import RankLayout
 
 PLANS = ("auto", "fsdp2")
 _MOST_RANKS = 2**20
@@ -180,12 +180,12 @@ def _worlds(text: str) -> list[int]:
     return worlds
 
 
-def _layout(world: int, hsdp: str | None, tensor: int) -> Layout:
+def _layout(world: int, hsdp: str | None, tensor: int) -> RankLayout:
     if tensor < 1 or world % tensor:
         raise ValueError(f"tp: got {tensor} for {world} GPUs, want a factor of them")
     ranks = world // tensor
     if hsdp is None:
-        return Layout(ranks, 1, tensor)
+        return RankLayout(ranks, 1, tensor)
     copies_text, cross, shards_text = hsdp.partition("x")
     try:
         shards = int(shards_text) if cross else 0
@@ -195,7 +195,7 @@ def _layout(world: int, hsdp: str | None, tensor: int) -> Layout:
     if shards < 1 or copies < 1 or shards * copies != ranks:
         left = f"{world} GPUs" + (f" / tp {tensor}" if tensor > 1 else "")
         raise ValueError(f"hsdp: got {hsdp!r}, want AxB with A copies x B shards = {ranks} ({left}), or xB")
-    return Layout(shards, copies, tensor)
+    return RankLayout(shards, copies, tensor)
 
 
 def _budget_bytes(text: str, memory_bytes: int) -> int:

@@ -58,7 +58,7 @@ class Rotary(nn.Module):
         return rotated(queries), rotated(keys)
 
 
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Causal attention, `kv_heads` shared by several heads each. `[B, T, dim]` -> the same.
 
     With tensor parallelism the projections yield fewer heads: they are counted by their width.
@@ -124,13 +124,13 @@ class DenseExperts(nn.Module):
         return total
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One block of a Llama, or of a mixture of experts."""
 
     def __init__(self, size: DecoderSize) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.dim, eps=1e-5)
-        self.attention = Attention(size)
+        self.attention = GroupedQueryAttention(size)
         self.ffn_norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.feed_forward = SwiGLU(size.dim, size.ffn) if size.experts == 1 else DenseExperts(size)
 
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.run_block = run_block
         self.embedding = nn.Embedding(size.vocab, size.dim)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(DecoderBlock(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.head = nn.Linear(size.dim, size.vocab, bias=False)
 

@@ -29,18 +29,18 @@ from graphshard.planner import (
     Choice,
     Problem,
     best_schedule,
-    choose_kept,
+    choose_residency,
     fsdp2_schedule,
-    kept_problems,
     live_by_category,
     lower_bound_us,
     simulate,
+    with_residency,
 )
 from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale.blocks import check_blocks
 from graphshard.scale.model_size import Repetition, forward_flops, shard_sizes
 from graphshard.scale.repeat import coarsened, repeated
-from graphshard.scale.resize import Layout, program_on
+from graphshard.scale.resize import RankLayout, program_on
 from graphshard.scale.trace import Traced, TracedProgram
 
 # Dense bf16, of the datasheets.
@@ -80,7 +80,7 @@ class Setting:
     """
 
     hardware: Hardware
-    layout: Layout
+    layout: RankLayout
     plan: str = "auto"
     budget_bytes: int | None = None
     accumulation: int = 1
@@ -175,10 +175,10 @@ def _problems(
     forward, backward = (_problem(program, workload, setting, cost, stays=False) for program in programs)
     stays = frozenset(programs[0].params[name].unit for name in programs[0].stays)
     if budget_bytes is None:
-        fsdp2 = kept_problems(forward, backward, stays)
+        fsdp2 = with_residency(forward, backward, stays)
         budget_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in fsdp2)
-    kept = choose_kept(forward, backward, budget_bytes)
-    return kept_problems(forward, backward, kept), budget_bytes
+    kept = choose_residency(forward, backward, budget_bytes)
+    return with_residency(forward, backward, kept), budget_bytes
 
 
 def _problem(
@@ -233,7 +233,7 @@ def _choice(problem: Problem, setting: Setting, budget_bytes: int, beside_bytes:
         ) from error
 
 
-def _optimizer_us(cost: CostModel, shards_bytes: int, layout: Layout) -> float:
+def _optimizer_us(cost: CostModel, shards_bytes: int, layout: RankLayout) -> float:
     """AdamW on this rank's shards, and clipping."""
     ranks = group_shape(range(layout.world_size), cost.hardware.ranks_per_node)
     norm_us = cost.collective_us("all_reduce", 4, ranks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphshard.cost import node_flops
 from graphshard.graph.ir import ParamRef
 from graphshard.scale.blocks import block_starts
-from graphshard.scale.resize import Layout, resized_param
+from graphshard.scale.resize import RankLayout, resized_param
 from graphshard.scale.trace import Traced
 
 
@@ -45,7 +45,7 @@ class ShardSizes:
     block_bytes: int
 
 
-def shard_sizes(traced: Traced, repetition: Repetition, layout: Layout) -> ShardSizes:
+def shard_sizes(traced: Traced, repetition: Repetition, layout: RankLayout) -> ShardSizes:
     """What one rank holds on `layout`."""
     params = [resized_param(param, layout) for param in traced.params]
     block = [param for param in params if repetition.units and param.unit == repetition.units[0]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.cost import Hardware, find_hardware
 from graphshard.scale.models import ModelChoice
-from graphshard.scale.resize import Layout
+from graphshard.scale.resize import RankLayout
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PublishedRow:
 
     cluster: str
     model: ModelChoice
-    layout: Layout
+    layout: RankLayout
     tokens_per_s: float
     accumulation: int = 1
     sequence_ranks: int = 1
@@ -90,18 +90,18 @@ _MPT = ModelChoice("mpt-7b", 6, 2048)
 _KEMPNER = ModelChoice("llama3-8b", 4, 4096, "full", "bfloat16")
 
 ROWS: tuple[PublishedRow, ...] = (
-    PublishedRow("torchtitan", _TITAN, Layout(8), 6667, calibrates=True),
-    PublishedRow("torchtitan", _TITAN, Layout(128), 6514),
-    PublishedRow("torchtitan", ModelChoice("llama3-8b", 12, 8192, "selective", tensor=8), Layout(8, 1, 8), 4378),
-    PublishedRow("torchtitan", ModelChoice("llama3-70b", 16, 8192, "full", tensor=8), Layout(32, 1, 8), 597.3),
-    PublishedRow("mosaicml", _MPT, Layout(8), 10643, calibrates=True),
-    PublishedRow("mosaicml", _MPT, Layout(128), 10475),
-    PublishedRow("mosaicml", _MPT, Layout(256), 10119),
-    PublishedRow("mosaicml", _MPT, Layout(512), 9670),
-    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(1), 10471, 4),
-    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), Layout(2), 18728 / 2, 4),
-    PublishedRow("kempnerforge", _KEMPNER, Layout(4), 38983 / 4, 2, calibrates=True),
+    PublishedRow("torchtitan", _TITAN, RankLayout(8), 6667, calibrates=True),
+    PublishedRow("torchtitan", _TITAN, RankLayout(128), 6514),
+    PublishedRow("torchtitan", ModelChoice("llama3-8b", 12, 8192, "selective", tensor=8), RankLayout(8, 1, 8), 4378),
+    PublishedRow("torchtitan", ModelChoice("llama3-70b", 16, 8192, "full", tensor=8), RankLayout(32, 1, 8), 597.3),
+    PublishedRow("mosaicml", _MPT, RankLayout(8), 10643, calibrates=True),
+    PublishedRow("mosaicml", _MPT, RankLayout(128), 10475),
+    PublishedRow("mosaicml", _MPT, RankLayout(256), 10119),
+    PublishedRow("mosaicml", _MPT, RankLayout(512), 9670),
+    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), RankLayout(1), 10471, 4),
+    PublishedRow("kempnerforge", replace(_KEMPNER, batch=2), RankLayout(2), 18728 / 2, 4),
+    PublishedRow("kempnerforge", _KEMPNER, RankLayout(4), 38983 / 4, 2, calibrates=True),
     PublishedRow(
-        "nemo", ModelChoice("llama3-70b", 1, 8192, "full", "bfloat16"), Layout(64), 866.77, 4, sequence_ranks=2
+        "nemo", ModelChoice("llama3-70b", 1, 8192, "full", "bfloat16"), RankLayout(64), 866.77, 4, sequence_ranks=2
     ),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from graphshard.planner import Gather, OwnCollective, Problem, Reduction
+from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask
 from graphshard.scale.blocks import NotRepeated
 
 # Blocks to trace: the first and the last are next to something else; of the two between, one follows the other.
@@ -51,7 +51,7 @@ def repeated(problem: Problem, units: Sequence[str], layers: int, shard_bytes: i
     names = [f"{prefix}.{layers - 1 - i if backwards else i}" for i in range(layers)]
     place = {unit: i for i, unit in enumerate(order)}
 
-    def renamed(item: Gather | Reduction, copy: int) -> dict[str, str]:
+    def renamed(item: GatherTask | ReductionTask, copy: int) -> dict[str, str]:
         after = extra if place[item.unit] > kept else copy
         name = names[place[item.unit] + after]
         return {"unit": name, "fqn": name + item.fqn.removeprefix(item.unit)}
@@ -62,7 +62,7 @@ def repeated(problem: Problem, units: Sequence[str], layers: int, shard_bytes: i
     def by_place(position: int) -> int:
         return moved(position, extra * period if position >= second else 0)
 
-    def copies_of(item: Gather | Reduction) -> list[tuple[dict[str, str], Callable[[int], int]]]:
+    def copies_of(item: GatherTask | ReductionTask) -> list[tuple[dict[str, str], Callable[[int], int]]]:
         """New name, and what becomes of a position, for each that becomes of `item`."""
         if item.unit not in place:
             return [({}, by_place)]

@@ -34,7 +34,7 @@ SHARDS, COPIES = "shards", "copies"
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """How ranks are used. Global ranks fill the tensor-parallel axis first, then the shards, then their copies.
 
     Attributes:
@@ -72,7 +72,7 @@ class Layout:
         return " ".join(parts + ([f"x tp {self.tensor}"] if self.tensor > 1 else []))
 
 
-def resized_param(param: ParamRef, layout: Layout) -> ParamRef:
+def resized_param(param: ParamRef, layout: RankLayout) -> ParamRef:
     """The same parameter on `layout`."""
     return replace(param, shard_numel=_shard_numel(param.size, layout.shards, param.dim))
 
@@ -81,7 +81,7 @@ def _shard_numel(size: tuple[int, ...], shards: int, dim: int) -> int:
     return math.prod(padded_shape(size, shards, dim)) // shards
 
 
-def program_on(program: TracedProgram, layout: Layout, stays: bool = True) -> tuple[Graph, PassContext]:
+def program_on(program: TracedProgram, layout: RankLayout, stays: bool = True) -> tuple[Graph, PassContext]:
     """The graph that a planner sees on `layout`, and what it may know of it: flags and residency have been applied.
 
     One rank counts as two that are one: its parameters are cast and copied as on more, and take no time on the wire.

@@ -18,7 +18,7 @@ _MOST_TRIES = 20
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RowComparison:
     """One published row and what is predicted for it.
 
     Attributes:
@@ -39,13 +39,13 @@ class Comparison:
         return self.predicted.tokens_per_s / self.row.tokens_per_s - 1.0
 
 
-def compare(clusters: Iterable[str] = tuple(CLUSTERS)) -> list[Comparison]:
+def compare(clusters: Iterable[str] = tuple(CLUSTERS)) -> list[RowComparison]:
     """Predicts every published row of some clusters.
 
     Raises:
         ValueError: a cluster is not known.
     """
-    found: list[Comparison] = []
+    found: list[RowComparison] = []
     for cluster in clusters:
         if cluster not in CLUSTERS:
             raise ValueError(f"cluster: got {cluster!r}, want some of {', '.join(CLUSTERS)}")
@@ -58,7 +58,7 @@ def compare(clusters: Iterable[str] = tuple(CLUSTERS)) -> list[Comparison]:
         efficiency = 1.0 if fitted is None else fit_efficiency(fitted, workloads[fitted.model])
         for row in rows:
             predicted = predict(row, workloads[row.model], efficiency)
-            found.append(Comparison(row, efficiency, predicted, fitted is not None))
+            found.append(RowComparison(row, efficiency, predicted, fitted is not None))
     return found
 
 
@@ -100,7 +100,7 @@ def fit_efficiency(row: PublishedRow, workload: Workload) -> float:
     raise ValueError(f"{row.name} on {row.cluster}: no rate of matmuls explains {row.tokens_per_s} tokens per second")
 
 
-def table(comparisons: Sequence[Comparison]) -> str:
+def table(comparisons: Sequence[RowComparison]) -> str:
     """The comparison as a table, in Markdown."""
     lines = [
         "| cluster | model and layout | published tokens/s/GPU | predicted | error | factor | exposed | peak GiB |",

@@ -1,4 +1,7 @@
-"""For tests of sharded models: ranks that stay alive, exact comparison, parity with eager FSDP2, faults on purpose."""
+"""For tests of sharded models: ranks that stay alive, exact comparison, parity with eager FSDP2, faults on purpose.
+
+Nothing that trains imports it. Imports any room but `demo`.
+"""
 
 from graphshard.testing.compare import (
     ParityError,

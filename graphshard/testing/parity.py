@@ -32,8 +32,8 @@ from graphshard.testing.steps import (
     Inputs,
     Loss,
     MakeOptimizer,
-    Schedule,
     StepRecord,
+    StepSequence,
     Trainer,
     buffers,
     default_loss,
@@ -111,7 +111,7 @@ def check_parity(
     Raises:
         ParityError: on the first difference, or if the model did not really run compiled.
     """
-    schedule = Schedule(inputs, loss, optimizer, steps, microbatches, sync, train, seed, mesh.device_type)
+    sequence = StepSequence(inputs, loss, optimizer, steps, microbatches, sync, train, seed, mesh.device_type)
 
     def built() -> tuple[nn.Module, Mapping[str, Any]]:
         torch.manual_seed(seed)
@@ -127,8 +127,8 @@ def check_parity(
     comparison.named("initial parameter", parameters(model), before)
     comparison.named("initial buffer", buffers(model), buffers(reference))
 
-    wanted, eager_launches = _run_eager(reference, schedule)
-    records, launches, measured = _run_compiled(model, schedule)
+    wanted, eager_launches = _run_eager(reference, sequence)
+    records, launches, measured = _run_compiled(model, sequence)
     for step, (got, want) in enumerate(zip(records, wanted, strict=True)):
         comparison.step(got, want, step)
     check_ran_compiled(model, train=train, allow_eager=allow_eager)
@@ -141,9 +141,9 @@ def check_parity(
     return ParityResult(model, reference, losses, launches, eager_launches, comparison.max_ulp)
 
 
-def _run_eager(model: nn.Module, schedule: Schedule) -> tuple[list[StepRecord], list[Launches]]:
-    trainer, records, launches = Trainer(model, schedule), [], []
-    for step in range(schedule.steps):
+def _run_eager(model: nn.Module, sequence: StepSequence) -> tuple[list[StepRecord], list[Launches]]:
+    trainer, records, launches = Trainer(model, sequence), [], []
+    for step in range(sequence.steps):
         with count_launches() as counted:
             record = trainer.compute(step)
         records.append(trainer.update(record))
@@ -152,14 +152,14 @@ def _run_eager(model: nn.Module, schedule: Schedule) -> tuple[list[StepRecord], 
 
 
 def _run_compiled(
-    model: nn.Module, schedule: Schedule
+    model: nn.Module, sequence: StepSequence
 ) -> tuple[list[StepRecord], list[Launches], list[Launches | None]]:
     """Records, launches by report, and launches by profiler (None: not measured) of each step."""
-    trainer = Trainer(model, schedule)
+    trainer = Trainer(model, sequence)
     records: list[StepRecord] = []
     reported: list[Launches] = []
     measured: list[Launches | None] = []
-    for step in range(schedule.steps):
+    for step in range(sequence.steps):
         before = reported_launches(model)
         if step == 0:  # compiles: the profiler would see a hundred thousand fake operators
             record = trainer.compute(step)

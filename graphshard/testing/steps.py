@@ -51,7 +51,7 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSequence:
     """What is run, the same for the reference and for the compiled model.
 
     Attributes:
@@ -79,32 +79,32 @@ class Schedule:
 
 
 class Trainer:
-    """Runs a `Schedule` on one model, step by step.
+    """Runs a `StepSequence` on one model, step by step.
 
     Args:
         model: sharded.
-        schedule: what to run.
+        sequence: what to run.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+    def __init__(self, model: nn.Module, sequence: StepSequence) -> None:
         self._model = model
-        self._schedule = schedule
-        self._optimizer = schedule.optimizer(model.parameters()) if schedule.train else None
+        self._sequence = sequence
+        self._optimizer = sequence.optimizer(model.parameters()) if sequence.train else None
 
     def compute(self, step: int) -> StepRecord:
         """Forwards and backwards of a step: losses, outputs and gradients."""
-        schedule, record = self._schedule, StepRecord()
-        for microbatch in range(schedule.microbatches):
-            if schedule.microbatches > 1 and schedule.sync == "last" and schedule.train:
-                last = microbatch == schedule.microbatches - 1
+        sequence, record = self._sequence, StepRecord()
+        for microbatch in range(sequence.microbatches):
+            if sequence.microbatches > 1 and sequence.sync == "last" and sequence.train:
+                last = microbatch == sequence.microbatches - 1
                 cast(FSDPModule, self._model).set_requires_gradient_sync(last)
-            index, rank = step * schedule.microbatches + microbatch, dist.get_rank()
-            args, kwargs = _arguments(moved(schedule.inputs(index, rank), schedule.device))
-            torch.manual_seed((schedule.seed << 20) + (index << 8) + rank)
-            with torch.set_grad_enabled(schedule.train):
+            index, rank = step * sequence.microbatches + microbatch, dist.get_rank()
+            args, kwargs = _arguments(moved(sequence.inputs(index, rank), sequence.device))
+            torch.manual_seed((sequence.seed << 20) + (index << 8) + rank)
+            with torch.set_grad_enabled(sequence.train):
                 output = self._model(*args, **kwargs)
-            if schedule.train:
-                loss = schedule.loss(output)
+            if sequence.train:
+                loss = sequence.loss(output)
                 record.outputs.append(copied(output))  # backward may free or overwrite it
                 torch.autograd.backward(loss)
                 record.losses.append(copied(loss))

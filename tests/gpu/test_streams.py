@@ -28,7 +28,7 @@ from graphshard.testing import WorkerPool, compare_named, compare_tensors
 from graphshard.testing.compare import Where
 from graphshard.testing.devices import no_synchronization
 from graphshard.testing.reference import shard_compiled, shard_eager
-from graphshard.testing.steps import Schedule, StepRecord, Trainer, moved, place
+from graphshard.testing.steps import StepRecord, StepSequence, Trainer, moved, place
 from graphshard.testing.tolerance import Tolerance
 
 WORLD_SIZE = 8
@@ -88,9 +88,9 @@ def poison() -> None:
 def steps_on(mesh: DeviceMesh, backend: str | None, **options: Any) -> list[StepRecord]:
     torch.manual_seed(0)
     model = sharded(models.Decoder(layers=3), mesh, backend, **options)
-    schedule = Schedule(models.tokens, optimizer=test_models.sgd, microbatches=2, device=mesh.device_type)
-    trainer, records = Trainer(model, schedule), []
-    for step in range(schedule.steps):
+    sequence = StepSequence(models.tokens, optimizer=test_models.sgd, microbatches=2, device=mesh.device_type)
+    trainer, records = Trainer(model, sequence), []
+    for step in range(sequence.steps):
         record = trainer.compute(step)
         poison()
         records.append(trainer.update(record))

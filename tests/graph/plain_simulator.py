@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from graphshard.planner import Problem, Reduction, Schedule
+from graphshard.planner import Problem, ReductionTask, Schedule
 
 Work = tuple[str, float, object]
 
@@ -22,19 +22,19 @@ def is_apart(members: Sequence[Any]) -> bool:
 def program(problem: Problem, schedule: Schedule) -> Iterator[Work]:
     """What the computation does in order: ("work", us, -), ("start", us, (stream, name)), ("wait", -, name)."""
     for at in range(len(problem.ops) + 1):
-        for _, step, number in (action for action in schedule.actions if action.before == at):
+        for _, kind, number in (step for step in schedule.steps if step.before == at):
             members = schedule.members(problem, number)
             first, apart = members[0], is_apart(members)
-            then = first.then if isinstance(first, Reduction) else None
-            if step == "launch":
+            then = first.then if isinstance(first, ReductionTask) else None
+            if kind == "launch":
                 yield "work", sum(m.alone_in_us if apart else m.copy_in_us for m in members), None
                 yield "work", problem.launch_us, None
                 us = first.transfer.us(sum(m.wire_bytes for m in members))
                 us += sum(m.coalesced_us or 0.0 for m in members) if apart and len(members) > 1 else 0.0
                 yield "start", us, (first.transfer.stream, (number, 1))
                 continue
-            yield "wait", 0.0, (number, 2 if step == "finish" else 1)
-            if step == "wait" and then is not None:
+            yield "wait", 0.0, (number, 2 if kind == "finish" else 1)
+            if kind == "wait" and then is not None:
                 yield "work", problem.launch_us, None
                 yield "start", then.us(sum(m.shard_bytes for m in members)), (then.stream, (number, 2))
             else:
@@ -93,9 +93,9 @@ def plain_peak_bytes(problem: Problem, schedule: Schedule) -> int:
     tick = 0
     where: list[int] = []  # position of each tick
     for at in range(len(problem.ops) + 1):
-        for action in schedule.actions:
-            if action.before == at:
-                ticks[action.bucket, action.step] = tick
+        for step in schedule.steps:
+            if step.before == at:
+                ticks[step.bucket, step.kind] = tick
                 where.append(at)
                 tick += 1
         op_tick[at] = tick
@@ -129,10 +129,10 @@ def plain_peak_bytes(problem: Problem, schedule: Schedule) -> int:
                 lives.append((launch, end, item.wire_bytes))
     last = len(problem.ops) - 1
     frees = {  # ticks at which nothing is allocated
-        ticks[number, step]
+        ticks[number, kind]
         for number, bucket in enumerate(schedule.buckets)
-        for step in ("wait", "finish")
-        if bucket.kind == "reduce" and (number, step) in ticks
+        for kind in ("wait", "finish")
+        if bucket.kind == "reduce" and (number, kind) in ticks
     }
     return max(
         problem.op_bytes[min(where[t], last)] + sum(size for first, end, size in lives if first <= t <= end)

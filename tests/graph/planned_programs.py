@@ -6,13 +6,13 @@ import random
 
 from graphshard.explain import Explanation, PlannedProgram
 from graphshard.planner import (
-    Action,
     Bucket,
-    Gather,
+    GatherTask,
     OwnCollective,
     Problem,
-    Reduction,
+    ReductionTask,
     Schedule,
+    ScheduledStep,
     Transfer,
     check_schedule,
     fsdp2_schedule,
@@ -26,24 +26,24 @@ LINK = Transfer(0, ((10.0, 100.0 / MIB),))
 REPLICAS = Transfer(1, ((5.0, 50.0 / MIB),))
 
 
-def gather(fqn: str, first_use: int, mib: int = 1, *, ready: int = 0) -> Gather:
-    return Gather(
+def gather(fqn: str, first_use: int, mib: int = 1, *, ready: int = 0) -> GatherTask:
+    return GatherTask(
         fqn, fqn.rpartition(".")[0], 0, LINK, mib * MIB, mib * MIB, first_use, first_use, ready,
         copy_in_us=1.0, copy_out_us=4.0, shard_bytes=mib * MIB // 2,
     )  # fmt: skip
 
 
-def reduction(fqn: str, ready: int, mib: int = 1, then: Transfer | None = None) -> Reduction:
+def reduction(fqn: str, ready: int, mib: int = 1, then: Transfer | None = None) -> ReductionTask:
     size = mib * MIB
-    return Reduction(
+    return ReductionTask(
         fqn, fqn.rpartition(".")[0], 1, LINK, 2 * size, size, size, ready, then, copy_in_us=3.0, alone_in_us=3.0
     )
 
 
 def problem(
     op_us: tuple[float, ...],
-    gathers: tuple[Gather, ...] = (),
-    reductions: tuple[Reduction, ...] = (),
+    gathers: tuple[GatherTask, ...] = (),
+    reductions: tuple[ReductionTask, ...] = (),
     own: tuple[OwnCollective, ...] = (),
     **options: float,
 ) -> Problem:
@@ -66,10 +66,10 @@ def one_bucket(of: Problem, launch: int, wait: int, **rest: object) -> PlannedPr
     """Everything gathered, or everything reduced, in one bucket."""
     kind, members = ("gather", of.gathers) if of.gathers else ("reduce", of.reductions)
     bucket = Bucket(kind, tuple(range(len(members))))  # type: ignore[arg-type]
-    actions = [Action(launch, "launch", 0), Action(wait, "wait", 0)]
+    steps = [ScheduledStep(launch, "launch", 0), ScheduledStep(wait, "wait", 0)]
     if of.reductions and of.reductions[0].then is not None:
-        actions.append(Action(wait, "finish", 0))
-    return planned(of, Schedule((bucket,), tuple(actions)), **rest)  # type: ignore[arg-type]
+        steps.append(ScheduledStep(wait, "finish", 0))
+    return planned(of, Schedule((bucket,), tuple(steps)), **rest)  # type: ignore[arg-type]
 
 
 def small_program(**rest: object) -> PlannedProgram:
@@ -103,7 +103,7 @@ def random_problem(seed: int) -> Problem:
         return sorted(rng.randrange(ops) for _ in range(rng.randint(0, 8)))
 
     gathers = tuple(
-        Gather(
+        GatherTask(
             f"u{i % units}.g{i}", f"u{i % units}", rng.randint(0, 1), LINK, rng.randint(1, 9) * MIB,
             rng.randint(1, 9) * MIB, at, rng.randint(at, ops), 0, 1.0, 2.0,
             alone_in_us=float(rng.randint(0, 1)), alone_out_bytes=rng.choice([0, MIB]), shard_bytes=rng.randint(0, MIB),
@@ -111,7 +111,7 @@ def random_problem(seed: int) -> Problem:
         for i, at in enumerate(uses())
     )  # fmt: skip
     reductions = tuple(
-        Reduction(
+        ReductionTask(
             f"u{i % units}.r{i}", f"u{i % units}", i % units, LINK, rng.randint(1, 9) * MIB, rng.randint(1, 9) * MIB,
             rng.randint(0, MIB), at + 1, REPLICAS if i % units else None, 1.0, 0.0,
             alone_in_us=float(rng.randint(0, 1)),

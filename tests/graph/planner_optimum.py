@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from graphshard.planner import Action, Bucket, Problem, Schedule, simulate
-from graphshard.planner.schedule import Step
+from graphshard.planner import Bucket, Problem, Schedule, ScheduledStep, StepKind, simulate
 
 
 def optimum_us(problem: Problem, budget_bytes: float) -> float:
@@ -22,14 +21,14 @@ def optimum_us(problem: Problem, budget_bytes: float) -> float:
         buckets = [Bucket("gather", part) for part in gathers] + [Bucket("reduce", part) for part in reductions]
         for gather_at, reduce_at in product(launches(problem, gathers), reductions_at(problem, reductions)):
             for gathers_first in (False, True):
-                placed: list[tuple[int, int, int, Step]] = []
+                steps: list[tuple[int, int, int, StepKind]] = []
                 for n, (part, at) in enumerate(zip(gathers, gather_at, strict=True)):
                     use = min(problem.gathers[i].first_use for i in part)
-                    placed += [(at, 1 if gathers_first else 3, n, "launch"), (use, 4, n, "wait")]
+                    steps += [(at, 1 if gathers_first else 3, n, "launch"), (use, 4, n, "wait")]
                 for n, (launch, wait) in enumerate(reduce_at, start=len(gathers)):
-                    placed += [(launch, 2, n, "launch"), (wait, 0 if wait > launch else 5, n, "wait")]
-                placed.sort()
-                schedule = Schedule(tuple(buckets), tuple(Action(at, step, n) for at, _, n, step in placed))
+                    steps += [(launch, 2, n, "launch"), (wait, 0 if wait > launch else 5, n, "wait")]
+                steps.sort()
+                schedule = Schedule(tuple(buckets), tuple(ScheduledStep(at, kind, n) for at, _, n, kind in steps))
                 found = simulate(problem, schedule)
                 if found.peak_bytes <= budget_bytes:
                     best = min(best, found.step_us)

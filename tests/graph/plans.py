@@ -15,10 +15,10 @@ from graphshard.plan_file import Costs, Plan, ordered_programs, outline_of, stor
 from graphshard.plan_file.contents import FORMAT, VERSION
 from graphshard.planner import (
     Choice,
-    Gather,
+    GatherTask,
     OwnCollective,
     Problem,
-    Reduction,
+    ReductionTask,
     Schedule,
     Transfer,
     fixed_size_schedule,
@@ -34,16 +34,16 @@ EXAMPLES = settings(max_examples=60)
 RANKS = {"shards": 4, "copies": 2, "": 1}
 
 
-def gather(fqn: str, first_use: int, num_bytes: int = 4096, **changes: Any) -> Gather:
+def gather(fqn: str, first_use: int, num_bytes: int = 4096, **changes: Any) -> GatherTask:
     unit = fqn.rpartition(".")[0]
     transfer = Transfer(0, ((10.0, 0.01),))
-    made = Gather(fqn, unit, 0, transfer, num_bytes, num_bytes, first_use, first_use, shard_bytes=num_bytes // 4)
+    made = GatherTask(fqn, unit, 0, transfer, num_bytes, num_bytes, first_use, first_use, shard_bytes=num_bytes // 4)
     return replace(made, **changes)
 
 
-def reduction(fqn: str, ready: int, num_bytes: int = 4096, **changes: Any) -> Reduction:
+def reduction(fqn: str, ready: int, num_bytes: int = 4096, **changes: Any) -> ReductionTask:
     unit = fqn.rpartition(".")[0]
-    made = Reduction(fqn, unit, 1, Transfer(0, ((10.0, 0.01),)), num_bytes, num_bytes, num_bytes // 4, ready)
+    made = ReductionTask(fqn, unit, 1, Transfer(0, ((10.0, 0.01),)), num_bytes, num_bytes, num_bytes // 4, ready)
     return replace(made, **changes)
 
 
@@ -116,7 +116,7 @@ def problems(draw: st.DrawFn) -> Problem:
         last_use = draw(st.integers(first_use, end))
         found = gather(fqn, first_use, draw(NUM_BYTES), key=key, ready=ready, last_use=last_use, transfer=keys[key])
         gathers.append(replace(found, alone_out_bytes=draw(NUM_BYTES), copy_in_us=draw(TIMES)))
-    reductions: list[Reduction] = []
+    reductions: list[ReductionTask] = []
     then = transfer() if draw(st.booleans()) else None
     for fqn in draw(st.lists(NAMES, max_size=5, unique=True)):
         key = draw(st.integers(0, 1))

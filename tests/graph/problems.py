@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from graphshard.planner import Gather, OwnCollective, Problem, Reduction, Transfer
+from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask, Transfer
 
 US = st.integers(0, 40).map(float)
 BYTES = st.integers(1, 60)
@@ -26,7 +26,7 @@ def problems(
         key = draw(st.integers(0, 1))
         alone, wire = draw(st.booleans()), draw(BYTES)
         gathers.append(
-            Gather(
+            GatherTask(
                 fqn=f"w{i}",
                 unit=f"u{i // 2}",
                 key=key,
@@ -48,7 +48,7 @@ def problems(
     ready = sorted(draw(st.lists(st.integers(0, ops), max_size=most))) if reductions else []
     copies = draw(st.booleans())
     reduced = [
-        Reduction(
+        ReductionTask(
             fqn=f"w{i}",
             unit=f"u{i // 2}",
             key=2,
@@ -102,11 +102,11 @@ def stack(
     sizes = [("norm", 10), ("up", 1000), ("down", 1200)]
     layers = [(f"l{i}", f"l{i}.{name}", size) for i in range(blocks) for name, size in sizes]
     members = [("", "embed", 2000), *layers, ("", "head", 2000)]
-    ops, times, gathers, reductions = list[str](), list[float](), list[Gather](), list[Reduction]()
+    ops, times, gathers, reductions = list[str](), list[float](), list[GatherTask](), list[ReductionTask]()
     for unit, fqn, size in reversed(members) if backward else members:
         us = op_us * size / 1000
         gathers.append(
-            Gather(
+            GatherTask(
                 fqn, unit, 0, transfer, size, size, len(ops), len(ops), 0, 0.2, 1 + size / 400, 0.2, shard_bytes=size
             )
         )
@@ -117,7 +117,7 @@ def stack(
             times.append(us)
             more = 0.2 + size / 500
             reductions.append(
-                Reduction(fqn, unit, 1, transfer, 2 * size, size, size // 8, len(ops), None, more, 0.1, more, 0.1)
+                ReductionTask(fqn, unit, 1, transfer, 2 * size, size, size // 8, len(ops), None, more, 0.1, more, 0.1)
             )
     saved = [int(x) for x in accumulate([ramp_bytes / len(ops)] * len(ops))]
     direction = "backward" if backward else "forward"

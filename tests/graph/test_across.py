@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard.planner import Gather, OwnCollective, Problem, Reduction, Transfer, check_schedule, simulate
+from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask, Transfer, check_schedule, simulate
 from graphshard.planner.across import DEPTHS, choose_depth, join_regions
 
 MB = 10**6
@@ -23,10 +23,10 @@ def region(
     stream = streams.index("shards")
     wire = Transfer(stream, ((0.0, gather_us / (2 * MB)),))
     back = Transfer(stream, ((0.0, reduce_us / (2 * MB)),))
-    gathers = [Gather(f"{unit}.{i}", unit, 0, wire, MB, MB, 1, 2, copy_out_us=0.0) for i in range(2) if gather_us]
+    gathers = [GatherTask(f"{unit}.{i}", unit, 0, wire, MB, MB, 1, 2, copy_out_us=0.0) for i in range(2) if gather_us]
     copies = Transfer(stream, ((10.0, 0.0),))
     reductions = [
-        Reduction(f"{unit}.{i}", unit, 0, back, MB, MB, MB // 2, 2, then=copies if then else None)
+        ReductionTask(f"{unit}.{i}", unit, 0, back, MB, MB, MB // 2, 2, then=copies if then else None)
         for i in range(2)
         if reduce_us
     ]
@@ -47,9 +47,9 @@ def steps(problems: list[Problem], depth: int) -> list[str]:
     schedule = regions.schedule(depth)
     check_schedule(regions.problem, schedule)
     named = []
-    for at, step, number in schedule.actions:
+    for at, step, number in schedule.steps:
         member = schedule.members(regions.problem, number)[0]
-        kind = "gather" if isinstance(member, Gather) else "reduction"
+        kind = "gather" if isinstance(member, GatherTask) else "reduction"
         named.append(f"{at}: {step} {kind} {member.unit}")
     return named
 

@@ -178,7 +178,7 @@ def read(case: Case, direction: int) -> torch_overlap.Overlapped:
 
 def steps_of(found: Schedule) -> list[tuple[int, str, Bucket]]:
     """What happens before which operation; the order of what happens before the same one is left open."""
-    steps = [(action.before, action.step, found.buckets[action.bucket]) for action in found.actions]
+    steps = [(step.before, step.kind, found.buckets[step.bucket]) for step in found.steps]
     return sorted(steps, key=str)
 
 

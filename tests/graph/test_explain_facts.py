@@ -14,10 +14,11 @@ from graphshard.explain.memory_steps import memory_steps
 from graphshard.explain.quantities import format_bytes, format_fqns, format_ratio, format_share, format_us
 from graphshard.explain.waits import Wait, waits_of
 from graphshard.planner import (
-    Action,
     Bucket,
     OwnCollective,
     Schedule,
+    ScheduledStep,
+    StepKind,
     fixed_size_schedule,
     fsdp2_schedule,
     live_by_category,
@@ -39,6 +40,10 @@ from tests.graph.planned_programs import (
 )
 
 SEEDS = st.integers(0, 2**32)
+
+
+def steps_of(*steps: tuple[int, StepKind, int]) -> tuple[ScheduledStep, ...]:
+    return tuple(ScheduledStep(*step) for step in steps)
 
 
 @given(SEEDS)
@@ -105,8 +110,8 @@ def test_reason_head_says_that_nothing_is_computed_before() -> None:
 def test_reason_head_names_what_is_sent_before_it() -> None:
     of = problem((50.0, 50.0), (gather("a.w", 0), gather("b.w", 1)))
     buckets = (Bucket("gather", (1,)), Bucket("gather", (0,)))
-    actions = (Action(0, "launch", 0), Action(0, "launch", 1), Action(0, "wait", 1), Action(1, "wait", 0))
-    wait = only_wait(planned(of, Schedule(buckets, actions)))
+    steps = steps_of((0, "launch", 0), (0, "launch", 1), (0, "wait", 1), (1, "wait", 0))
+    wait = only_wait(planned(of, Schedule(buckets, steps)))
     assert wait.why.endswith("latency, sent behind gather:0, which ends at 110.0 us.")
 
 
@@ -123,7 +128,7 @@ def test_reason_of_an_all_reduce_that_follows() -> None:
     wait = only_wait(one_bucket(of, 1, 2))
     assert (wait.name, wait.kind, wait.reason) == ("reduce:0 (all-reduce)", "all-reduce", "tail")
     assert wait.why.startswith("It follows a reduce-scatter that is awaited behind the last computation")
-    bucket = Schedule((Bucket("reduce", (0,)),), (Action(1, "launch", 0), Action(2, "wait", 0), Action(2, "finish", 0)))
+    bucket = Schedule((Bucket("reduce", (0,)),), steps_of((1, "launch", 0), (2, "wait", 0), (2, "finish", 0)))
     late = only_wait(planned(problem((50.0, 500.0, 50.0), (), of.reductions), bucket))
     assert (late.reason, late.cause) == ("late", "launched late")
     assert late.why.endswith("It follows a reduce-scatter, and is launched as soon as that is awaited.")
@@ -132,8 +137,8 @@ def test_reason_of_an_all_reduce_that_follows() -> None:
 def test_reason_queue_names_the_bucket_ahead() -> None:
     of = problem((50.0, 80.0, 80.0), (gather("a.w", 1, 2), gather("b.w", 2)))
     buckets = (Bucket("gather", (0,)), Bucket("gather", (1,)))
-    actions = (Action(0, "launch", 0), Action(0, "launch", 1), Action(1, "wait", 0), Action(2, "wait", 1))
-    _, wait = waits_of(planned(of, Schedule(buckets, actions)))
+    steps = steps_of((0, "launch", 0), (0, "launch", 1), (1, "wait", 0), (2, "wait", 1))
+    _, wait = waits_of(planned(of, Schedule(buckets, steps)))
     assert (wait.name, wait.reason, wait.cause) == ("gather:1", "queue", "queued")
     assert wait.why == (
         "Launched before `op0`, it could start only at 210.0 us, when gather:0 was done on group shard; its 1.0 MiB "

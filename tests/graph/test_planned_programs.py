@@ -31,10 +31,19 @@ from graphshard.graph.ir import (
     val,
     waits_of,
 )
-from graphshard.graph.liveness import allocations_of, held_by_caller, lifetimes, live_bytes, peak_bytes
+from graphshard.graph.liveness import allocations_of, held_by_caller, live_bytes, live_ranges, peak_bytes
 from graphshard.graph.plan import END
 from graphshard.lowering import driver
-from graphshard.planner import Action, Bucket, Problem, Schedule, check_schedule, fsdp2_schedule, is_coalesced, simulate
+from graphshard.planner import (
+    Bucket,
+    Problem,
+    Schedule,
+    ScheduledStep,
+    check_schedule,
+    fsdp2_schedule,
+    is_coalesced,
+    simulate,
+)
 from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.planning.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
 from tests.graph.graphs import (
@@ -71,7 +80,7 @@ LAYOUTS = st.sampled_from(
 def schedules(draw: st.DrawFn, problem: Problem) -> Schedule:
     """Any buckets of equal keys, launched and awaited anywhere that is allowed."""
     end = len(problem.ops)
-    buckets, placed = [], []
+    buckets, steps = [], []
     for kind, items in (("gather", problem.gathers), ("reduce", problem.reductions)):
         groups: dict[tuple[int, int], list[int]] = {}
         for i, item in enumerate(items):
@@ -82,11 +91,14 @@ def schedules(draw: st.DrawFn, problem: Problem) -> Schedule:
             last = min(item.first_use for item in members) if kind == "gather" else end  # type: ignore[union-attr]
             launch = draw(st.integers(max(item.ready for item in members), last))
             wait = draw(st.integers(launch, last))
-            placed += [(launch, 0, Action(launch, "launch", number)), (wait, 1, Action(wait, "wait", number))]
+            steps += [
+                (launch, 0, ScheduledStep(launch, "launch", number)),
+                (wait, 1, ScheduledStep(wait, "wait", number)),
+            ]
             if getattr(members[0], "then", None) is not None:
                 finish = draw(st.integers(wait, end))
-                placed.append((finish, 2, Action(finish, "finish", number)))
-    return Schedule(tuple(buckets), tuple(action for *_, action in sorted(placed)))
+                steps.append((finish, 2, ScheduledStep(finish, "finish", number)))
+    return Schedule(tuple(buckets), tuple(step for *_, step in sorted(steps)))
 
 
 def lowered(marked: Marked, schedule: Schedule | None, problem: Problem | None = None, fuses: bool = False) -> Any:
@@ -144,7 +156,7 @@ def _assert_foretold(graph: Graph, ctx: PassContext, problem: Problem, foretold:
     for node in graph.nodes:
         at += node.name == ops[at] and at < len(problem.ops)
         behind[node] = at  # one more than the op that began last
-    live = live_bytes(lifetimes(graph, held_by_caller(ctx)), len(behind))
+    live = live_bytes(live_ranges(graph, held_by_caller(ctx)), len(behind))
     for (node, i), num_bytes in zip(behind.items(), live, strict=True):
         assert num_bytes <= max(foretold[max(0, i - 1) : i + 1]), (node, num_bytes, i)
 
@@ -290,7 +302,7 @@ def test_input_of_a_coalesced_launch_is_held_until_its_last_wait() -> None:
     lowered = lowered_until(toy_backward(toy_weights(1, world_size=2, reduce_dtype=BF16)).coalescing())
     launch = next(node for node in launches(lowered.graph) if node.target is COALESCED_REDUCE_SCATTER)
     place = {node: i for i, node in enumerate(lowered.graph.nodes)}
-    spans = lifetimes(lowered.graph, held_by_caller(lowered.ctx))
+    ranges = live_ranges(lowered.graph, held_by_caller(lowered.ctx))
     for sent in launch.all_input_nodes:
         (allocation,) = allocations_of(lowered.graph)[sent]
-        assert spans[allocation][1] == place[waits_of(launch)[-1]]
+        assert ranges[allocation][1] == place[waits_of(launch)[-1]]

@@ -1,4 +1,4 @@
-"""What a step keeps: gathered units, unreduced gradients."""
+"""Residency of gathered units, accumulation of gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 from problems import stack
 
-from graphshard.planner import BudgetTooSmall, Problem, best_schedule, fsdp2_schedule, simulate
-from graphshard.planner.keep import accumulation_choice, choose_kept, kept_problems
+from graphshard.planner import (
+    BudgetTooSmall,
+    Problem,
+    accumulation_choice,
+    best_schedule,
+    choose_residency,
+    fsdp2_schedule,
+    simulate,
+    with_residency,
+)
 
 PAIR = stack(3, op_us=30.0), stack(3, backward=True, op_us=30.0)
 
@@ -17,8 +25,8 @@ def peak(problem: Problem) -> int:
     return simulate(problem, fsdp2_schedule(problem)).peak_bytes
 
 
-def test_kept_problems_hold_bytes_up_to_the_last_use_in_backward() -> None:
-    forward, backward = kept_problems(*PAIR, frozenset({"l1"}))
+def test_residency_holds_bytes_up_to_the_last_use_in_backward() -> None:
+    forward, backward = with_residency(*PAIR, frozenset({"l1"}))
     assert {g.fqn for g in forward.gathers if g.last_use == len(forward.ops)} == {"l1.norm", "l1.up", "l1.down"}
     assert {g.fqn for g in PAIR[1].gathers} - {g.fqn for g in backward.gathers} == {"l1.norm", "l1.up", "l1.down"}
     more = [a - b for a, b in zip(backward.op_bytes, PAIR[1].op_bytes, strict=True)]
@@ -29,30 +37,30 @@ def test_kept_problems_hold_bytes_up_to_the_last_use_in_backward() -> None:
     assert more[last_use["l1.norm"] + 1] == 0
 
 
-def test_kept_problems_of_no_unit_are_the_same() -> None:
-    assert kept_problems(*PAIR, frozenset()) == PAIR
+def test_residency_of_no_unit_changes_nothing() -> None:
+    assert with_residency(*PAIR, frozenset()) == PAIR
 
 
-def test_choose_kept_makes_the_step_faster_within_the_budget() -> None:
+def test_choose_residency_makes_the_step_faster_within_the_budget() -> None:
     budget = max(map(peak, PAIR)) + 1000
-    kept = choose_kept(*PAIR, budget)
-    pairs = kept_problems(*PAIR, kept), PAIR
+    kept = choose_residency(*PAIR, budget)
+    pairs = with_residency(*PAIR, kept), PAIR
     kept_us, all_us = (sum(best_schedule(p, budget).simulation.step_us for p in pair) for pair in pairs)
     assert kept
     assert kept_us < all_us * 0.999
 
 
-def test_choose_kept_keeps_nothing_that_does_not_fit() -> None:
+def test_choose_residency_takes_nothing_that_does_not_fit() -> None:
     forward, backward = PAIR
     full = tuple(20000 - num_bytes for num_bytes in forward.op_bytes)
     forward = replace(forward, op_bytes=(*full[:-1], 20000))
-    assert choose_kept(forward, backward, 20000 + peak(replace(forward, op_bytes=(0,) * len(full))) // 4) <= {""}
+    assert choose_residency(forward, backward, 20000 + peak(replace(forward, op_bytes=(0,) * len(full))) // 4) <= {""}
 
 
-def test_choose_kept_takes_the_last_units_of_forward_first() -> None:
+def test_choose_residency_takes_the_last_units_of_forward_first() -> None:
     forward, backward = (replace(p, op_bytes=(0,) * len(p.ops)) for p in PAIR)
     budget = max(peak(forward), peak(backward)) + 2000
-    kept = choose_kept(forward, backward, budget)
+    kept = choose_residency(forward, backward, budget)
     assert "l0" not in kept or {"l1", "l2"} <= kept
 
 

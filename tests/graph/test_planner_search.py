@@ -12,12 +12,12 @@ from planner_optimum import optimum_us
 from problems import problems, stack
 
 from graphshard.planner import (
-    Action,
     Bucket,
     BudgetTooSmall,
-    Gather,
+    GatherTask,
     Problem,
     Schedule,
+    ScheduledStep,
     Transfer,
     best_schedule,
     check_schedule,
@@ -27,27 +27,28 @@ from graphshard.planner import (
     per_parameter_schedule,
     simulate,
 )
-from graphshard.planner.blocks import repeated, shortened
-from graphshard.planner.floor import least_memory
-from graphshard.planner.ground import Ground, Wish
-from graphshard.planner.placing import placed
+from graphshard.planner.blocks import repeated_blocks, shortened
+from graphshard.planner.candidates import Candidate
+from graphshard.planner.list_scheduling import list_schedule
+from graphshard.planner.memory_floor import least_memory
 from graphshard.planner.search import searched, searched_by_blocks
+from graphshard.planner.search_space import SearchSpace
 
 few = settings(max_examples=12)
 
 
 @settings(max_examples=80)
 @given(problems(), st.sampled_from((0.8, 1.0, 1.5)), st.sampled_from((0.0, 1.0)), st.data())
-def test_walk_is_timed_as_by_the_simulator_and_keeps_the_budget(
-    problem: Problem, factor: float, queued: float, data: st.DataObject
+def test_list_schedule_is_timed_as_by_the_simulator_and_keeps_the_budget(
+    problem: Problem, factor: float, lookahead: float, data: st.DataObject
 ) -> None:
     budget = simulate(problem, per_parameter_schedule(problem)).peak_bytes * factor
-    ground = Ground(problem, budget)
+    space = SearchSpace(problem, budget)
     ends = [
         tuple(frozenset({len(s), *data.draw(st.sets(st.integers(1, len(s))))}) for s in sequences)
-        for sequences in (ground.gathers, ground.reductions)
+        for sequences in (space.gather_sequences, space.reduction_sequences)
     ]
-    found = placed(ground, Wish(ends[0], ends[1], queued=queued))
+    found = list_schedule(space, Candidate(ends[0], ends[1], lookahead=lookahead))
     if found is not None:
         check_schedule(problem, found.schedule())
         simulation = simulate(problem, found.schedule())
@@ -102,23 +103,23 @@ def test_budget_too_small_says_the_least_and_who_needs_it() -> None:
 
 @few
 @given(problems(own=False))
-def test_floor_is_no_more_than_what_one_collective_per_parameter_needs(problem: Problem) -> None:
+def test_memory_floor_is_no_more_than_what_one_collective_per_parameter_needs(problem: Problem) -> None:
     floor = least_memory(problem, math.inf)
     assert floor.fits
-    assert not floor.late
+    assert not floor.deferred
     ready = [r.ready for r in problem.reductions]
     if len(set(ready)) == len(ready) and len({g.first_use for g in problem.gathers}) == len(problem.gathers):
-        assert max(problem.op_bytes) <= max(floor.most)
+        assert max(problem.op_bytes) <= max(floor.total)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_blocks_are_found_and_the_short_problem_has_few(backward: bool) -> None:
     problem = stack(20, backward)
-    run = repeated(problem)
-    assert run is not None
-    assert run.count >= 19
-    short = shortened(problem, run, 6).problem
-    assert len(short.gathers) == len(problem.gathers) - 3 * (run.count - 6)
+    blocks = repeated_blocks(problem)
+    assert blocks is not None
+    assert blocks.count >= 19
+    short = shortened(problem, blocks, 6).problem
+    assert len(short.gathers) == len(problem.gathers) - 3 * (blocks.count - 6)
     assert len(short.reductions) == (len(short.gathers) if backward else 0)
     check_schedule(short, fsdp2_schedule(short))
     assert max(short.op_bytes) >= max(problem.op_bytes)
@@ -135,27 +136,27 @@ def test_blocks_planned_once_are_about_as_good_as_planned_in_full(backward: bool
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_planning_grows_little_with_depth(backward: bool) -> None:
-    def walked(blocks: int, reuse: bool, walks: int) -> int:
+    def positions_scheduled(blocks: int, reuse: bool, trials: int) -> int:
         problem = stack(blocks, backward)
-        search = (searched_by_blocks if reuse else searched)(problem, 10**6, walks)
-        return search.ground.walked
+        search = (searched_by_blocks if reuse else searched)(problem, 10**6, trials)
+        return search.space.positions_scheduled
 
-    assert walked(32, False, 60) <= 2.2 * walked(16, False, 60)
-    assert walked(96, True, 240) <= 1.6 * walked(48, True, 240)
-    assert walked(96, True, 240) < walked(96, False, 240)
+    assert positions_scheduled(32, False, 60) <= 2.2 * positions_scheduled(16, False, 60)
+    assert positions_scheduled(96, True, 240) <= 1.6 * positions_scheduled(48, True, 240)
+    assert positions_scheduled(96, True, 240) < positions_scheduled(96, False, 240)
 
 
 def test_lower_bound_counts_the_latency_of_a_coalesced_bucket_once() -> None:
     transfer = Transfer(0, ((20.0, 1e-6),))
     gathers = tuple(
-        Gather(f"w{i}", "u", 0, transfer, 10, 10, 5, 5, copy_in_us=50.0, copy_out_us=50.0, coalesced_us=0.0)
+        GatherTask(f"w{i}", "u", 0, transfer, 10, 10, 5, 5, copy_in_us=50.0, copy_out_us=50.0, coalesced_us=0.0)
         for i in range(10)
     )
     problem = Problem(
         "forward", tuple(f"op{i}" for i in range(10)), (100.0,) * 10, (0,) * 10, gathers, (), contention=0.5
     )
     bucket = Bucket("gather", tuple(range(10)))
-    schedule = Schedule((bucket,), (Action(0, "launch", 0), Action(5, "wait", 0)))
+    schedule = Schedule((bucket,), (ScheduledStep(0, "launch", 0), ScheduledStep(5, "wait", 0)))
     assert is_coalesced(gathers)
     assert lower_bound_us(problem) <= simulate(problem, schedule).step_us < problem.compute_us + 20.0
 

@@ -12,11 +12,11 @@ from plain_simulator import plain_peak_bytes, plain_step_us
 from problems import problems, stack
 
 from graphshard.planner import (
-    Action,
     Bucket,
     Problem,
-    Reduction,
+    ReductionTask,
     Schedule,
+    ScheduledStep,
     Transfer,
     check_schedule,
     fixed_size_schedule,
@@ -52,10 +52,11 @@ def test_simulation_equals_a_plain_one(problem: Problem, maker: str) -> None:
 
 def test_waits_in_front_of_a_large_op_make_room_for_it_together() -> None:
     numbers, transfer = range(3), Transfer(0, ((10.0, 0.0),))
-    reductions = tuple(Reduction(f"w{i}", "u", 0, transfer, 1, 1, 1, 0) for i in numbers)
+    reductions = tuple(ReductionTask(f"w{i}", "u", 0, transfer, 1, 1, 1, 0) for i in numbers)
     problem = Problem("backward", ("small", "large"), (1.0, 1.0), (0, 20), (), reductions, streams=("shards",))
-    steps = (*(Action(0, "launch", number) for number in numbers), *(Action(1, "wait", number) for number in numbers))
-    schedule = Schedule(tuple(Bucket("reduce", (number,)) for number in numbers), steps)
+    launches = (ScheduledStep(0, "launch", number) for number in numbers)
+    waits = (ScheduledStep(1, "wait", number) for number in numbers)
+    schedule = Schedule(tuple(Bucket("reduce", (number,)) for number in numbers), (*launches, *waits))
     check_schedule(problem, schedule)
     results = len(numbers)
     assert simulate(problem, schedule).peak_bytes == plain_peak_bytes(problem, schedule) == 20 + results
@@ -117,13 +118,13 @@ def test_simulation_does_not_depend_on_names(problem: Problem, maker: str) -> No
 
 
 def broken(schedule: Schedule) -> dict[str, Schedule]:
-    actions, buckets = schedule.actions, schedule.buckets
-    first = actions[0]
+    steps, buckets = schedule.steps, schedule.buckets
+    first = steps[0]
     return {
-        "no such": replace(schedule, actions=(*actions, Action(actions[-1].before, "launch", len(buckets)))),
-        "in this order": replace(schedule, actions=actions[1:]),
-        "two of step": replace(schedule, actions=(first, *actions)),
-        "out of order": replace(schedule, actions=(actions[-1]._replace(before=10**6), *actions[1:])),
+        "no such": replace(schedule, steps=(*steps, ScheduledStep(steps[-1].before, "launch", len(buckets)))),
+        "in this order": replace(schedule, steps=steps[1:]),
+        "two of step": replace(schedule, steps=(first, *steps)),
+        "out of order": replace(schedule, steps=(steps[-1]._replace(before=10**6), *steps[1:])),
         "each of": replace(schedule, buckets=buckets[1:]),
     }
 
@@ -139,12 +140,12 @@ def test_check_schedule_rejects_what_is_broken(fault: str) -> None:
 def test_check_schedule_rejects_late_waits_and_early_launches() -> None:
     problem = stack(2, backward=True)
     schedule = fsdp2_schedule(problem)
-    late = [a._replace(before=len(problem.ops)) if a.step == "wait" else a for a in schedule.actions]
-    early = [a._replace(before=0) if a.step == "launch" else a for a in schedule.actions]
-    for actions, words in ((late, "behind the first use"), (early, "before its members are ready")):
-        actions.sort(key=lambda action: action.before)
+    late = [s._replace(before=len(problem.ops)) if s.kind == "wait" else s for s in schedule.steps]
+    early = [s._replace(before=0) if s.kind == "launch" else s for s in schedule.steps]
+    for steps, words in ((late, "behind the first use"), (early, "before its members are ready")):
+        steps.sort(key=lambda step: step.before)
         with pytest.raises(ValueError, match=words):
-            check_schedule(problem, replace(schedule, actions=tuple(actions)))
+            check_schedule(problem, replace(schedule, steps=tuple(steps)))
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])

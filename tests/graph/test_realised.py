@@ -11,10 +11,10 @@ from problems import problems
 
 from graphshard.planner import (
     Bucket,
-    Gather,
+    GatherTask,
     OrderImpossible,
     Problem,
-    Reduction,
+    ReductionTask,
     Schedule,
     Transfer,
     best_schedule,
@@ -23,20 +23,20 @@ from graphshard.planner import (
     realised_schedule,
     simulate,
 )
-from graphshard.planner.schedule import Step
+from graphshard.planner.schedule import StepKind
 
 TRANSFER = Transfer(0, ((1.0, 1.0),))
 
 
 def launches(schedule: Schedule) -> list[Bucket]:
-    return [schedule.buckets[action.bucket] for action in schedule.actions if action.step == "launch"]
+    return [schedule.buckets[step.bucket] for step in schedule.steps if step.kind == "launch"]
 
 
 def stretched(problem: Problem, factor: int) -> Problem:
     """The same with `factor` ops in the place of each: what other shapes make of it."""
 
-    def moved(item: Gather | Reduction) -> Gather | Reduction:
-        if isinstance(item, Reduction):
+    def moved(item: GatherTask | ReductionTask) -> GatherTask | ReductionTask:
+        if isinstance(item, ReductionTask):
             return replace(item, ready=item.ready * factor)
         return replace(
             item, ready=item.ready * factor, first_use=item.first_use * factor, last_use=item.last_use * factor
@@ -55,10 +55,10 @@ def stretched(problem: Problem, factor: int) -> Problem:
 
 @given(problems(own=False), st.integers(1, 3), st.booleans(), st.booleans())
 def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: int, hints: bool, early: bool) -> None:
-    planned = best_schedule(problem, 10**9, walks=20).schedule
+    planned = best_schedule(problem, 10**9, trials=20).schedule
     buckets = launches(planned)
     number_of = {bucket: number for number, bucket in enumerate(buckets)}
-    steps = [(action.step, number_of[planned.buckets[action.bucket]]) for action in planned.actions]
+    steps = [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
     other = stretched(problem, factor)
     found = realised_schedule(other, buckets, steps if hints else (), early)
     check_schedule(other, found)
@@ -75,8 +75,8 @@ def test_late_gathers_hold_no_more_memory_than_early_ones(problem: Problem) -> N
 
 
 def test_order_that_computation_forbids_is_refused_by_name() -> None:
-    gather = Gather("late", "u", 0, TRANSFER, 1, 1, first_use=1, last_use=2)
-    reduction = Reduction("early", "v", 1, TRANSFER, 1, 1, 1, ready=2)
+    gather = GatherTask("late", "u", 0, TRANSFER, 1, 1, first_use=1, last_use=2)
+    reduction = ReductionTask("early", "v", 1, TRANSFER, 1, 1, 1, ready=2)
     problem = Problem("backward", ("a", "b", "c"), (1.0,) * 3, (0,) * 3, (gather,), (reduction,))
     buckets = [Bucket("reduce", (0,)), Bucket("gather", (0,))]
     assert launches(realised_schedule(problem, buckets[::-1])) == buckets[::-1]
@@ -85,33 +85,37 @@ def test_order_that_computation_forbids_is_refused_by_name() -> None:
 
 
 def test_steps_stand_behind_what_came_before_them() -> None:
-    gathers = tuple(Gather(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((1, 4)))
-    reductions = tuple(Reduction(f"r{i}", "u", 1, TRANSFER, 1, 1, 1, ready=at) for i, at in enumerate((2, 3, 5)))
+    gathers = tuple(
+        GatherTask(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((1, 4))
+    )
+    reductions = tuple(ReductionTask(f"r{i}", "u", 1, TRANSFER, 1, 1, 1, ready=at) for i, at in enumerate((2, 3, 5)))
     problem = Problem("backward", tuple("abcdef"), (1.0,) * 6, (0,) * 6, gathers, reductions)
     g0, g1, r0, r1, r2 = range(5)
     buckets = [*(Bucket("gather", (i,)) for i in range(2)), *(Bucket("reduce", (i,)) for i in range(3))]
-    steps: list[tuple[Step, int]] = [("launch", g0), ("wait", g0), ("launch", g1), ("launch", r0), ("launch", r1)]
+    steps: list[tuple[StepKind, int]] = [("launch", g0), ("wait", g0), ("launch", g1), ("launch", r0), ("launch", r1)]
     steps += [("wait", r0), ("wait", g1), ("wait", r1), ("launch", r2), ("wait", r2)]
-    placed = {early: realised_schedule(problem, buckets, steps, early).actions for early in (True, False)}
-    assert [tuple(action) for action in placed[True]] == [
+    placed = {early: realised_schedule(problem, buckets, steps, early).steps for early in (True, False)}
+    assert [tuple(step) for step in placed[True]] == [
         (0, "launch", g0), (1, "wait", g0), (1, "launch", g1), (2, "launch", r0), (3, "launch", r1), (3, "wait", r0),
         (4, "wait", g1), (4, "wait", r1), (5, "launch", r2), (5, "wait", r2),
     ]  # fmt: skip
-    assert [action.before for action in placed[False] if action.step == "launch"] == [1, 4, 4, 4, 5]
+    assert [step.before for step in placed[False] if step.kind == "launch"] == [1, 4, 4, 4, 5]
 
 
 def test_gather_that_is_needed_before_an_earlier_one_is_launched_in_time() -> None:
-    gathers = tuple(Gather(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((2, 4)))
-    reduction = Reduction("r", "u", 1, TRANSFER, 1, 1, 1, ready=1)
+    gathers = tuple(
+        GatherTask(f"g{i}", "u", 0, TRANSFER, 1, 1, first_use=at, last_use=6) for i, at in enumerate((2, 4))
+    )
+    reduction = ReductionTask("r", "u", 1, TRANSFER, 1, 1, 1, ready=1)
     problem = Problem("backward", tuple("abcdef"), (1.0,) * 6, (0,) * 6, gathers, (reduction,))
     found = realised_schedule(problem, [Bucket("gather", (1,)), Bucket("gather", (0,)), Bucket("reduce", (0,))])
-    assert [tuple(action) for action in found.actions] == [
+    assert [tuple(step) for step in found.steps] == [
         (0, "launch", 0), (2, "launch", 1), (2, "launch", 2), (2, "wait", 1), (4, "wait", 0), (4, "wait", 2),
     ]  # fmt: skip
 
 
 def test_hints_of_another_order_are_refused() -> None:
-    gathers = tuple(Gather(f"w{i}", "u", 0, TRANSFER, 1, 1, first_use=i, last_use=2) for i in range(2))
+    gathers = tuple(GatherTask(f"w{i}", "u", 0, TRANSFER, 1, 1, first_use=i, last_use=2) for i in range(2))
     problem = Problem("forward", ("a", "b"), (1.0,) * 2, (0,) * 2, gathers, ())
     buckets = [Bucket("gather", (0,)), Bucket("gather", (1,))]
     with pytest.raises(OrderImpossible, match="in their order"):

@@ -10,7 +10,7 @@ import scale_models
 from graphshard.cost import CostModel, find_hardware
 from graphshard.planner import BudgetTooSmall
 from graphshard.scale.estimate import PEAK_TFLOPS, Setting, StepEstimate, Workload, estimate_step
-from graphshard.scale.resize import Layout
+from graphshard.scale.resize import RankLayout
 
 H100 = find_hardware("h100")
 LAYERS = 8
@@ -30,12 +30,12 @@ def shallow() -> Workload:
     return scale_models.workload(scale_models.traced_decoder(), 4)
 
 
-def estimate(workload: Workload, layout: Layout, **changes: object) -> StepEstimate:
+def estimate(workload: Workload, layout: RankLayout, **changes: object) -> StepEstimate:
     return estimate_step(workload, replace(Setting(H100, layout, "fsdp2"), **changes))  # type: ignore[arg-type]
 
 
 def test_step_is_forward_backward_and_optimizer(workload: Workload) -> None:
-    one, four = (estimate(workload, Layout(8), accumulation=count) for count in (1, 4))
+    one, four = (estimate(workload, RankLayout(8), accumulation=count) for count in (1, 4))
     assert one.step_us == pytest.approx(one.forward_us + one.backward_us + one.optimizer_us)
     assert four.step_us == pytest.approx(4 * (one.forward_us + one.backward_us) + one.optimizer_us)
     assert four.exposed_us == pytest.approx(4 * one.exposed_us)
@@ -43,41 +43,41 @@ def test_step_is_forward_backward_and_optimizer(workload: Workload) -> None:
     assert four.tokens_per_s == pytest.approx(4096 / four.step_us * 1e6)
 
 
-@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(512), Layout(8, copies=64)], ids=str)
-def test_no_step_is_faster_than_its_lower_bound(workload: Workload, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(1), RankLayout(8), RankLayout(512), RankLayout(8, copies=64)], ids=str)
+def test_no_step_is_faster_than_its_lower_bound(workload: Workload, layout: RankLayout) -> None:
     found = estimate(workload, layout)
     assert 0.0 < found.lower_bound_us <= found.step_us * (1 + 1e-9)
     assert 0.0 <= found.exposed_us < found.step_us
 
 
 def test_searched_plan_is_never_slower_than_fsdp2s(shallow: Workload) -> None:
-    searched, fsdp2 = (estimate(shallow, Layout(64), plan=plan) for plan in ("auto", "fsdp2"))
+    searched, fsdp2 = (estimate(shallow, RankLayout(64), plan=plan) for plan in ("auto", "fsdp2"))
     assert searched.step_us <= fsdp2.step_us
 
 
 def test_memory_of_states_is_that_of_this_ranks_shards(workload: Workload) -> None:
     for shards in (1, 8, 64):
-        found = estimate(workload, Layout(shards))
+        found = estimate(workload, RankLayout(shards))
         assert found.memory_bytes["parameters"] == 4 * NUMEL // shards
         assert found.memory_bytes["optimizer"] == 8 * NUMEL // shards
         assert found.peak_bytes == sum(found.memory_bytes.values())
-    once, twice = (estimate(workload, Layout(8, copies=8), accumulation=count) for count in (1, 2))
+    once, twice = (estimate(workload, RankLayout(8, copies=8), accumulation=count) for count in (1, 2))
     assert once.memory_bytes["parameters"] == 4 * NUMEL // 8
     assert twice.memory_bytes["gradients"] == once.memory_bytes["gradients"] + 4 * NUMEL // 8
 
 
 def test_mfu_counts_six_flops_per_parameter_and_half_of_causal_attention(workload: Workload) -> None:
-    found = estimate(workload, Layout(8))
+    found = estimate(workload, RankLayout(8))
     tokens, seq = scale_models.BATCH * scale_models.SEQ, scale_models.SEQ
     multiplied = NUMEL - 512 * 1024 - (2 * LAYERS + 1) * 512  # neither embedding nor norms
     flops = tokens * (6 * multiplied + 6 * LAYERS * 512 * seq)
     assert found.mfu == pytest.approx(flops / (found.step_us * 1e-6 * PEAK_TFLOPS["h100"] * 1e12))
-    assert estimate(workload, Layout(8), hardware=find_hardware("cpu-gloo")).mfu is None
+    assert estimate(workload, RankLayout(8), hardware=find_hardware("cpu-gloo")).mfu is None
 
 
 def test_recomputation_trades_memory_for_time() -> None:
     kept, again = (
-        estimate(scale_models.workload(scale_models.traced_decoder(4, how), LAYERS), Layout(8))
+        estimate(scale_models.workload(scale_models.traced_decoder(4, how), LAYERS), RankLayout(8))
         for how in ("none", "full")
     )
     assert again.memory_bytes["activations"] < kept.memory_bytes["activations"]
@@ -88,19 +88,19 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_a_flat_ring_over_many_ranks_dies_on_latency(workload: Workload) -> None:
-    flat, hybrid = (estimate(workload, layout) for layout in (Layout(4096), Layout(8, copies=512)))
+    flat, hybrid = (estimate(workload, layout) for layout in (RankLayout(4096), RankLayout(8, copies=512)))
     assert flat.step_us > 2 * hybrid.step_us
 
 
 def test_tokens_of_a_tensor_parallel_group_count_once() -> None:
     work = scale_models.workload(scale_models.traced_decoder(4, "selective", 2), LAYERS)
-    found = estimate(work, Layout(4, copies=2, tensor=2))
+    found = estimate(work, RankLayout(4, copies=2, tensor=2))
     assert found.tokens_per_s == pytest.approx(1024 / 2 / found.step_us * 1e6)
     assert found.memory_bytes["parameters"] < 0.6 * 4 * NUMEL / 4
 
 
 def test_sequence_ranks_share_tokens_and_flops(workload: Workload) -> None:
-    whole, half = (estimate(workload, Layout(8), sequence_ranks=ranks) for ranks in (1, 2))
+    whole, half = (estimate(workload, RankLayout(8), sequence_ranks=ranks) for ranks in (1, 2))
     assert half.mfu is not None
     assert whole.mfu is not None
     assert half.mfu * half.step_us == pytest.approx(whole.mfu * whole.step_us / 2)
@@ -109,13 +109,13 @@ def test_sequence_ranks_share_tokens_and_flops(workload: Workload) -> None:
 
 
 def test_budget_holds_for_everything_a_rank_allocates(shallow: Workload) -> None:
-    free = estimate(shallow, Layout(64), plan="auto")
-    held = estimate(shallow, Layout(64), plan="auto", budget_bytes=free.peak_bytes)
+    free = estimate(shallow, RankLayout(64), plan="auto")
+    held = estimate(shallow, RankLayout(64), plan="auto", budget_bytes=free.peak_bytes)
     assert held.peak_bytes <= free.peak_bytes
     with pytest.raises(BudgetTooSmall, match=r"optimizer and accumulated gradients take \d+.*shard over more ranks"):
-        estimate(shallow, Layout(64), plan="auto", budget_bytes=10 * 2**20)
+        estimate(shallow, RankLayout(64), plan="auto", budget_bytes=10 * 2**20)
 
 
 def test_optimizer_takes_ten_accesses_of_each_element(workload: Workload) -> None:
-    found = estimate(workload, Layout(1))
+    found = estimate(workload, RankLayout(1))
     assert found.optimizer_us == pytest.approx(CostModel(H100).copy_us(10 * 4 * NUMEL))

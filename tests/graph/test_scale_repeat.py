@@ -15,11 +15,11 @@ from graphshard.scale.blocks import NotRepeated, check_blocks
 from graphshard.scale.estimate import Setting, estimate_step
 from graphshard.scale.model_size import forward_flops, shard_sizes
 from graphshard.scale.repeat import coarsened, repeated
-from graphshard.scale.resize import Layout, program_on
+from graphshard.scale.resize import RankLayout, program_on
 from graphshard.scale.trace import Traced, TracedProgram
 
 DEEP = 6
-LAYOUTS = {1: Layout(16), 2: Layout(4, copies=2, tensor=2)}
+LAYOUTS = {1: RankLayout(16), 2: RankLayout(4, copies=2, tensor=2)}
 
 
 def problem_of(traced: Traced, program: TracedProgram) -> Problem:
@@ -96,7 +96,7 @@ def test_blocks_whose_work_is_elsewhere_are_refused() -> None:
         check_blocks(masking.forward.gm.graph, masking.forward.params, units)
     check_blocks(masking.backward.gm.graph, masking.backward.params, units)
     with pytest.raises(NotRepeated):
-        estimate_step(scale_models.workload(masking, DEEP), Setting(find_hardware("h100"), Layout(8), "fsdp2"))
+        estimate_step(scale_models.workload(masking, DEEP), Setting(find_hardware("h100"), RankLayout(8), "fsdp2"))
 
 
 def test_coarsened_keeps_times_and_peaks() -> None:

@@ -14,7 +14,7 @@ from graphshard.graph.ir import reductions, shard_placeholder, spec_of, unshards
 from graphshard.planner import Problem
 from graphshard.planning.extraction import Scene, extract_problem
 from graphshard.scale import trace
-from graphshard.scale.resize import Layout, program_on
+from graphshard.scale.resize import RankLayout, program_on
 from graphshard.scale.trace import Traced, TracedProgram
 
 
@@ -58,7 +58,7 @@ def test_trace_says_what_it_cannot_trace(model: type[nn.Module], message: str) -
     assert not dist.is_initialized()
 
 
-def problem_of(program: TracedProgram, layout: Layout) -> Problem:
+def problem_of(program: TracedProgram, layout: RankLayout) -> Problem:
     graph, ctx = program_on(program, layout)
     return extract_problem(graph, ctx, Scene(CostModel(find_hardware("h100")), layout.group_shapes(8)))
 
@@ -68,15 +68,15 @@ def test_resized_program_equals_one_traced_for_that_many_shards(monkeypatch: pyt
     monkeypatch.setattr(trace, "TRACED_SHARDS", 6)  # 64 rows are padded
     for_six = trace.trace_step(lambda: scale_models.mean(2, 8))
     for name in ("forward", "backward"):
-        resized, own = (problem_of(getattr(one, name), Layout(6)) for one in (for_two, for_six))
+        resized, own = (problem_of(getattr(one, name), RankLayout(6)) for one in (for_two, for_six))
         assert resized == own
 
 
 def test_resized_program_has_copies_of_its_shards(traced: Traced) -> None:
-    graph, _ = program_on(traced.backward, Layout(4, copies=16))
+    graph, _ = program_on(traced.backward, RankLayout(4, copies=16))
     specs = {(spec.world_size, spec.replicas) for spec in map(spec_of, reductions(graph))}
     assert specs == {(4, 16)}
-    problem = problem_of(traced.backward, Layout(4, copies=16))
+    problem = problem_of(traced.backward, RankLayout(4, copies=16))
     assert all(reduction.then is not None for reduction in problem.reductions)
     assert set(problem.streams) == {"shards", "copies"}
 
@@ -84,13 +84,13 @@ def test_resized_program_has_copies_of_its_shards(traced: Traced) -> None:
 def test_resized_program_leaves_the_traced_one_alone(traced: Traced) -> None:
     before = traced.backward.gm.graph.python_code("self").src
     sizes = [val(node).shape for node in traced.backward.gm.graph.nodes if node.op == "placeholder"]
-    program_on(traced.backward, Layout(64))
+    program_on(traced.backward, RankLayout(64))
     assert traced.backward.gm.graph.python_code("self").src == before
     assert [val(node).shape for node in traced.backward.gm.graph.nodes if node.op == "placeholder"] == sizes
 
 
 def test_layout_places_groups_on_nodes() -> None:
-    shapes = Layout(shards=16, copies=4, tensor=2).group_shapes(8, "tensor")
+    shapes = RankLayout(shards=16, copies=4, tensor=2).group_shapes(8, "tensor")
     assert (shapes("tensor").ranks, shapes("tensor").nodes) == (2, 1)
     assert (shapes("shards").ranks, shapes("shards").nodes) == (16, 4)
     assert (shapes("copies").ranks, shapes("copies").nodes) == (4, 4)

@@ -1,53 +1,61 @@
-"""The state of a walk through a program: its clock, its memory, and reductions that make room."""
+"""The state of one run of the list scheduler: clock, memory, what is in flight, and reductions that free memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
+from graphshard.planner.candidates import Candidate
 from graphshard.planner.costs import BucketCost
-from graphshard.planner.ground import Ground, Wish
-from graphshard.planner.schedule import Bucket, Step
+from graphshard.planner.schedule import Bucket, StepKind
+from graphshard.planner.search_space import SearchSpace
 from graphshard.planner.simulator import computed_until
 
 
-class Walk:
-    """What has happened up to a position, timed and counted as the simulator would."""
+class SchedulerState:
+    """What has been scheduled up to a position, timed and counted as the simulator would.
 
-    def __init__(self, ground: Ground, wish: Wish) -> None:
-        self.ground, self.wish, self.problem = ground, wish, ground.problem
-        self.budget, self.contention = ground.budget_bytes, ground.problem.contention
-        self.gather_ends = [sorted(ends) for ends in wish.gathers]
-        self.reduction_ends = [sorted(ends) for ends in wish.reductions]
+    Attributes:
+        gathered, reduced: for each sequence, how many of its tasks have been launched.
+        deferred: reductions that wait for headroom, and the position at which each fits.
+        in_flight: gathers that are launched, not awaited, by the position that needs them, each with its end.
+        pending: reductions likewise, in order.
+        finishing: those whose all-reduce is under way.
+        headroom, headroom_ahead: of the search space, less what has been launched ahead.
+        latest_start_us: for each place in a sequence of gathers, on the clock of computation.
+    """
+
+    def __init__(self, space: SearchSpace, candidate: Candidate) -> None:
+        self.space, self.candidate, self.problem = space, candidate, space.problem
+        self.budget, self.contention = space.budget_bytes, space.problem.contention
+        self.gather_ends = [sorted(ends) for ends in candidate.gather_ends]
+        self.reduction_ends = [sorted(ends) for ends in candidate.reduction_ends]
         self.now_us = 0.0
         self.free_us = [0.0] * len(self.problem.streams)
         self.last_us = [0.0] * len(self.problem.streams)
-        self.live = ground.first_grads
-        self.gathered, self.reduced = [0] * len(ground.gathers), [0] * len(ground.reductions)
-        self.is_late = dict(enumerate(ground.late, start=len(ground.reductions)))
-        self.flying: dict[int, list[tuple[float, BucketCost]]] = {}  # by need
+        self.live = space.first_grads
+        self.gathered, self.reduced = [0] * len(space.gather_sequences), [0] * len(space.reduction_sequences)
+        self.deferred = dict(enumerate(space.deferred, start=len(space.reduction_sequences)))
+        self.in_flight: dict[int, list[tuple[float, BucketCost]]] = {}
         self.pending: list[tuple[float, BucketCost]] = []
         self.finishing: list[tuple[float, BucketCost]] = []
         self.own_ends_us: dict[str, float] = {}
-        self.room = list(ground.room)
-        self.ahead = list(ground.free_ahead)  # the room without what gradients of a later position need
+        self.headroom = list(space.headroom)
+        self.headroom_ahead = list(space.headroom_ahead)
         self.frees = [0] * (len(self.problem.ops) + 1)
-        self.steps: list[tuple[int, Step, Bucket]] = []
-        self.gather_streams = [self.problem.gathers[s[0]].transfer.stream for s in ground.gathers]
-        self.scatter_streams = [self.problem.reductions[s[0]].transfer.stream for s in ground.reductions]
-        self.latest_us = [self._latest_us(number) for number in range(len(ground.gathers))]
+        self.steps: list[tuple[int, StepKind, Bucket]] = []
+        self.gather_streams = [self.problem.gathers[s[0]].transfer.stream for s in space.gather_sequences]
+        self.reduction_streams = [self.problem.reductions[s[0]].transfer.stream for s in space.reduction_sequences]
+        self.latest_start_us = [self._latest_start_us(number) for number in range(len(space.gather_sequences))]
         self.streams = sorted({*self.gather_streams, *(r.transfer.stream for r in self.problem.reductions)})
 
-    def _latest_us(self, number: int) -> list[float]:
-        """For each place in a sequence of gathers, when to launch it at the latest, on the clock of computation.
-
-        Reductions on its stream slow it down.
-        """
+    def _latest_start_us(self, number: int) -> list[float]:
+        """When to launch what begins at each place at the latest; reductions on its stream slow it down."""
         ends, elapsed = self.gather_ends[number], self.problem.elapsed_us
-        slower = self.ground.slower[self.gather_streams[number]]
-        found = [float("inf")] * (len(self.ground.gathers[number]) + 1)
+        slowdown = self.space.slowdown[self.gather_streams[number]]
+        found = [float("inf")] * (len(self.space.gather_sequences[number]) + 1)
         for first, last in zip(reversed([0, *ends[:-1]]), reversed(ends), strict=True):
-            cost = self.ground.gather(number, first, last)
-            latest_us = min(elapsed[cost.need], found[last]) - cost.us * slower
+            cost = self.space.gather(number, first, last)
+            latest_us = min(elapsed[cost.need], found[last]) - cost.us * slowdown
             found[first:last] = [latest_us] * (last - first)
         return found
 
@@ -60,22 +68,22 @@ class Walk:
         if number < len(self.reduced):
             self.reduced[number] += len(cost.bucket.members)
         else:
-            _, late = self.is_late.pop(number)
+            _, fits_at = self.deferred.pop(number)
             grad = self.problem.reductions[cost.bucket.members[0]].grad_bytes
-            for position in range(at + 1, late + 1):
-                self.room[position] += grad
-                self.ahead[position] += grad
+            for position in range(at + 1, fits_at + 1):
+                self.headroom[position] += grad
+                self.headroom_ahead[position] += grad
         self.pending.append((self._start(cost, at), cost))
         return True
 
     def _reduce_in_time(self, at: int) -> bool:
         """Reduces what is ready if it would not fit behind the op at `at`."""
-        for number, (_, late) in list(self.is_late.items()):
-            if late <= at and not self._reduce_now(number, 1, at):
+        for number, (_, fits_at) in list(self.deferred.items()):
+            if fits_at <= at and not self._reduce_now(number, 1, at):
                 return False
         while True:
             waiting, most = self._unreduced(at)
-            if not waiting or waiting + most + self.ground.reducing[at + 1] <= self.room[at + 1]:
+            if not waiting or waiting + most + self.space.reducing[at + 1] <= self.headroom[at + 1]:
                 return True
             if not self._reduce_some(at):
                 return False
@@ -83,17 +91,17 @@ class Walk:
     def _unreduced(self, at: int) -> tuple[int, int]:
         """Bytes of gradients that are ready and not reduced, and the most that the reduction of one takes."""
         waiting = most = 0
-        for number, counts in enumerate(self.ground.ready_at):
+        for number, counts in enumerate(self.space.ready_at):
             first, last = self.reduced[number], counts[at]
             if last > first:
-                grads = self.ground.grads_before[number]
+                grads = self.space.grads_before[number]
                 waiting += grads[last] - grads[first]
-                most = max(most, max(self.ground.alone_held[number][first:last]))
+                most = max(most, max(self.space.alone_held[number][first:last]))
         return waiting, most
 
     def _reduce_some(self, at: int) -> bool:
         """Launches the reduction of as much that is ready as fits, behind all waits that this takes."""
-        for number, ready in enumerate(self.ground.ready):
+        for number, ready in enumerate(self.space.ready):
             first = self.reduced[number]
             last = bisect_left(ready, at + 1, lo=first)
             if last > first:
@@ -102,11 +110,11 @@ class Walk:
 
     def _reduce_now(self, number: int, last: int, at: int) -> bool:
         first = self.reduced[number] if number < len(self.reduced) else 0
-        free = self.budget - self.live - self.ground.op_bytes[at] + sum(c.freed_by_wait for _, c in self.pending)
-        while last > first + 1 and self.ground.reduction(number, first, last).held > free:
+        free = self.budget - self.live - self.space.op_bytes[at] + sum(c.freed_by_wait for _, c in self.pending)
+        while last > first + 1 and self.space.reduction(number, first, last).held > free:
             last = first + (last - first) // 2
-        cost = self.ground.reduction(number, first, last)
-        while self.live + cost.held + self.ground.op_bytes[at] > self.budget:
+        cost = self.space.reduction(number, first, last)
+        while self.live + cost.held + self.space.op_bytes[at] > self.budget:
             if self.pending:
                 self._wait_reduction(at)
             elif self.finishing:
@@ -134,7 +142,8 @@ class Walk:
         self.live -= cost.freed_by_finish
         self.steps.append((at, "finish", cost.bucket))
 
-    def _make_room(self, at: int, more: int) -> bool:
+    def _free_memory(self, at: int, more: int) -> bool:
+        """Awaits and reduces until `more` fits."""
         while self.live + more > self.budget:
             if not self._wait_or_reduce(at):
                 return False
@@ -166,7 +175,7 @@ class Walk:
         return end_us
 
     def _run_own(self, at: int) -> None:
-        for launches, own in self.ground.own.get(at, ()):
+        for launches, own in self.space.own.get(at, ()):
             if launches:
                 self.free_us[own.stream] = max(self.now_us, self.free_us[own.stream]) + own.us
                 self.own_ends_us[own.name] = self.free_us[own.stream]
@@ -174,7 +183,7 @@ class Walk:
                 self.now_us = max(self.now_us, self.own_ends_us[own.name])
 
     def _gather_end(self, number: int, first: int) -> int:
-        return min(self._end(self.gather_ends[number], first), self.ground.reach[number][first])
+        return min(self._end(self.gather_ends[number], first), self.space.reach[number][first])
 
     def _end(self, ends: list[int], first: int) -> int:
         return ends[bisect_left(ends, first + 1)]

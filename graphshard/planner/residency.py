@@ -1,0 +1,87 @@
+"""Residency: which units stay gathered from forward to backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphshard.planner.choose import BudgetTooSmall, best_schedule
+from graphshard.planner.costs import most_gathered_bytes
+from graphshard.planner.memory_floor import least_memory
+from graphshard.planner.problem import Problem
+
+# More units stay only where the step falls by more than this part.
+_WORTH = 0.001
+# So much of a search is enough to compare.
+_TRIALS = 60
+
+
+def with_residency(forward: Problem, backward: Problem, units: frozenset[str]) -> tuple[Problem, Problem]:
+    """Both problems when the gathered parameters of `units` stay from forward to backward.
+
+    Forward never frees them. Backward gathers them no more, and holds them up to their last use there. A parameter that
+    forward does not gather is gathered in backward all the same.
+    """
+    resident = {g.fqn: most_gathered_bytes(g) for g in forward.gathers if g.unit in units}
+    end = len(forward.ops)
+    gathers = tuple(replace(g, last_use=end) if g.fqn in resident else g for g in forward.gathers)
+    op_bytes = list(backward.op_bytes)
+    last_use: dict[str, int] = {}
+    for gather in backward.gathers:
+        if gather.fqn in resident:
+            last_use[gather.fqn] = max(last_use.get(gather.fqn, 0), gather.last_use)
+    for fqn, last in last_use.items():
+        for position in range(min(last + 1, len(op_bytes))):
+            op_bytes[position] += resident[fqn]
+    left = tuple(g for g in backward.gathers if g.fqn not in resident)
+    return replace(forward, gathers=gathers), replace(backward, gathers=left, op_bytes=tuple(op_bytes))
+
+
+def choose_residency(forward: Problem, backward: Problem, budget_bytes: int) -> frozenset[str]:
+    """The units that stay gathered from forward to backward, if that makes both together faster within the budget.
+
+    Units are taken in the order of what they save for each byte and the time that they hold it: so the last units of
+    forward come first. More stay only while the step falls by more than 0.1 %.
+    """
+    order = _ordered(forward, backward)
+    most = 0
+    low, high = 0, len(order)
+    while low < high:  # more units never need less memory
+        most = (low + high + 1) // 2
+        if _fits(*with_residency(forward, backward, frozenset(order[:most])), budget_bytes):
+            low = most
+        else:
+            high = most - 1
+    best, best_us = 0, _step_us(forward, backward, budget_bytes)
+    tried = sorted({low, low // 2, low // 4, low // 8, min(low, 1)} - {0})
+    for count in tried:
+        us = _step_us(*with_residency(forward, backward, frozenset(order[:count])), budget_bytes)
+        if us < best_us * (1.0 - _WORTH):
+            best, best_us = count, us
+    return frozenset(order[:best])
+
+
+def _ordered(forward: Problem, backward: Problem) -> list[str]:
+    saved: dict[str, float] = {}
+    cost: dict[str, float] = {}
+    in_forward = {g.fqn: g for g in forward.gathers}
+    for gather in backward.gathers:
+        before = in_forward.get(gather.fqn)
+        if before is None:
+            continue
+        held_us = forward.compute_us - forward.elapsed_us[before.last_use] + backward.elapsed_us[gather.first_use]
+        saved[gather.unit] = saved.get(gather.unit, 0.0) + gather.transfer.us(gather.wire_bytes)
+        cost[gather.unit] = cost.get(gather.unit, 0.0) + most_gathered_bytes(before) * held_us
+    return sorted(saved, key=lambda unit: (-saved[unit] / max(cost[unit], 1e-9), unit))
+
+
+def _fits(forward: Problem, backward: Problem, budget_bytes: int) -> bool:
+    return least_memory(forward, budget_bytes).fits and least_memory(backward, budget_bytes).fits
+
+
+def _step_us(forward: Problem, backward: Problem, budget_bytes: int) -> float:
+    """Infinite: one of the two does not fit."""
+    try:
+        choices = [best_schedule(problem, budget_bytes, trials=_TRIALS) for problem in (forward, backward)]
+    except BudgetTooSmall:
+        return float("inf")
+    return sum(choice.simulation.step_us for choice in choices)

@@ -1,0 +1,79 @@
+"""The ops of a problem: nodes are joined where nothing is launched, needed or free between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from graphshard.graph.ir import is_marker
+
+# Ops are joined into one as long as they take less than this part of the program.
+_GRAIN = 1 / 2000
+
+
+@dataclass(frozen=True)
+class JoinedOps:
+    """Ops, and where the nodes are among them.
+
+    Attributes:
+        names: of the node that each begins with.
+        us: time of each.
+        num_bytes: what is allocated while it runs.
+        position: of each place in the graph, and of the two behind the last.
+    """
+
+    names: tuple[str, ...]
+    us: tuple[float, ...]
+    num_bytes: tuple[int, ...]
+    position: tuple[int, ...]
+
+
+def join_ops(
+    nodes: Sequence[Node],
+    node_us: Sequence[float],
+    live_bytes: Sequence[int],
+    begins: set[int],
+    cuts: frozenset[str] | None,
+) -> JoinedOps:
+    """Joins nodes into ops.
+
+    Args:
+        nodes: of the graph.
+        node_us: time of each.
+        live_bytes: what is allocated at each.
+        begins: places at which an op must begin.
+        cuts: names of nodes that begin an op besides; None: ops are as long as their times allow.
+    """
+    grain_us = sum(node_us) * _GRAIN
+    position = [0] * (len(nodes) + 2)
+    names: list[str] = []
+    op_us: list[float] = []
+    op_bytes: list[int] = []
+    must = True
+    for place, node in enumerate(nodes):
+        live = live_bytes[place]
+        must = must or place in begins
+        position[place] = len(names) if must or not names else len(names) - 1
+        if not _is_anchor(node):
+            if op_bytes:
+                op_bytes[-1] = max(op_bytes[-1], live)
+            continue
+        if not must and names:
+            must = op_us[-1] + node_us[place] > grain_us if cuts is None else node.name in cuts
+        if must or not names:
+            names.append(node.name)
+            op_us.append(0.0)
+            op_bytes.append(live)
+            must = False
+        position[place] = len(names) - 1
+        op_us[-1] += node_us[place]
+        op_bytes[-1] = max(op_bytes[-1], live)
+    position[len(nodes) :] = [len(names)] * 2
+    return JoinedOps(tuple(names), tuple(op_us), tuple(op_bytes), tuple(position))
+
+
+def _is_anchor(node: Node) -> bool:
+    """Whether a plan can say: before this node. Markers go, arguments and results stay where they are."""
+    return node.op not in ("placeholder", "output") and not is_marker(node)
