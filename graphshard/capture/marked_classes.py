@@ -27,8 +27,8 @@ SHARDS = "_graphshard_shards"
 ENGINE = "_graphshard_engine"
 
 
-class Engine(Protocol):
-    """What a marked module asks of the engine that runs its model."""
+class ModelRunner(Protocol):
+    """What marked modules ask of what runs their model."""
 
     running: bool
     compiled: bool
@@ -47,6 +47,9 @@ class Engine(Protocol):
 
     def reshard(self, module: nn.Module) -> None:
         """`FSDPModule.reshard`."""
+
+    def reshard_all(self) -> None:
+        """Frees all parameters that stay gathered."""
 
     def reset_iter_state(self) -> None:
         """`FSDPModule.reset_iter_state`."""
@@ -102,7 +105,7 @@ def _parameter_property(name: str) -> property:
             if len(entry) == 2:
                 return full
             return as_tensor_parallel(full, entry[2], entry[3], entry[4], entry[5])
-        engine: Engine = self.__dict__[ENGINE]
+        engine: ModelRunner = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
     return property(inline_only(read))
@@ -128,7 +131,7 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _own_trace and torch.compiler.is_compiling():
         return module_call(self, *args, **kwargs)
-    engine: Engine = self.__dict__[ENGINE]
+    engine: ModelRunner = self.__dict__[ENGINE]
     return engine.call(self, args, kwargs)
 
 
@@ -148,7 +151,7 @@ class _UnitMethods:
     """FSDP2's methods that a compiled model answers itself; while it runs in eager FSDP2, FSDP2 does."""
 
     def unshard(self: Any, async_op: bool = False) -> UnshardHandle | None:
-        engine: Engine = self.__dict__[ENGINE]
+        engine: ModelRunner = self.__dict__[ENGINE]
         if not engine.compiled:
             handle: UnshardHandle | None = super().unshard(async_op)  # type: ignore[misc]
             return handle
@@ -209,7 +212,7 @@ def forward_method(method: Callable[..., Any], pre: Callable[..., Any], post: Ca
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _own_trace and torch.compiler.is_compiling():
             return body(self, *args, **kwargs)
-        engine: Engine = self.__dict__[ENGINE]
+        engine: ModelRunner = self.__dict__[ENGINE]
         return engine.call_method(self, entry, args, kwargs)
 
     return inline_only(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -13,20 +13,14 @@ from graphshard.compat.modules import hooks_of
 from graphshard.fsdp2 import Unit
 
 
-class Engine(Protocol):
-    """What is asked of the engine of the model."""
-
-    units: list[Unit]
-
-    def reshard_all(self) -> None:
-        """Frees all parameters that stay gathered."""
-
-
-def mark_classes(engine: Engine, unit_modules: Sequence[nn.Module]) -> frozenset[int]:
+def mark_classes(
+    engine: marked_classes.ModelRunner, units: Sequence[Unit], unit_modules: Sequence[nn.Module]
+) -> frozenset[int]:
     """Marks the modules that own sharded parameters, and those of units.
 
     Args:
         engine: of the model, which is put on each module.
+        units: of the model.
         unit_modules: modules that `fully_shard` was called on.
 
     Returns:
@@ -34,7 +28,7 @@ def mark_classes(engine: Engine, unit_modules: Sequence[nn.Module]) -> frozenset
     """
     names: dict[int, set[str]] = {}
     modules: dict[int, nn.Module] = {id(module): module for module in unit_modules}
-    for unit in engine.units:
+    for unit in units:
         for param in unit.params:
             for module, name in param.owners:
                 modules[id(module)] = module

@@ -86,7 +86,7 @@ class Engine:
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         if not self._eager.falls_back((unit.unsupported() for unit in self.units), options.strict):
-            self._entries.outer = mark_classes(self, self._unit_modules)
+            self._entries.outer = mark_classes(self, self.units, self._unit_modules)
             self._eager.take_hooks()
 
     def _make_context(self, planning: Planning | None) -> ModelContext:
