@@ -30,8 +30,13 @@ ENGINE = "_graphshard_engine"
 class ModelRunner(Protocol):
     """What marked modules ask of what runs their model."""
 
-    running: bool
-    compiled: bool
+    @property
+    def running(self) -> bool:
+        """Whether a forward of the model runs."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether graphshard runs the model; else FSDP2's hooks do."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `module` the way its model runs now."""
