@@ -4,6 +4,9 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# Ranks of a test wait for each other: two tests at once keep two cores busy. TEST_PROCESSES=0: one after the other.
+TEST_PROCESSES ?= 2
+IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 DEMO_FLAGS ?=
 MATRIX ?= 2.11.0 2.15.0
 # The Triton that a torch was released with.
@@ -35,10 +38,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
 
 check: lint types
-	$(BIN)/python -m pytest tests/graph tests/kernels -n 2 $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/graph tests/kernels $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
@@ -72,7 +75,7 @@ matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
 .SECONDEXPANSION:
 $(MATRIX_RUNS): matrix-%: $$(if $$(call matrix_python,$$*),,.venv-$$*/.installed)
 	@echo '=== torch $* ==='
-	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(PYTEST_FLAGS)
+	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 define CREATE
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("graphshard needs Python 3.11 or newer; \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -12,9 +11,6 @@ import pytest
 from graphshard.testing import WorkerPool, pool, shutdown_pools
 
 TEST_TIMEOUT_S = 300
-
-# Workers inherit it: every fake value of every graph is recomputed after each pass.
-os.environ.setdefault("GRAPHSHARD_VERIFY", "2")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +27,12 @@ def two_ranks() -> WorkerPool:
 @pytest.fixture(scope="session")
 def four_ranks() -> WorkerPool:
     return pool(4)
+
+
+@pytest.fixture(autouse=True)
+def _verify_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 2 takes a third of the passes' time: tests/graph and test_models.py have it."""
+    monkeypatch.setenv("GRAPHSHARD_VERIFY", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ def train(reshard: bool | None, syncs: list[bool], mp_policy: MixedPrecisionPoli
         model.set_requires_gradient_sync(sync)
         with watch_memory(grads_only=True) as programs:
             model(*models.tokens(index, torch.distributed.get_rank())).square().mean().backward()
-        shards = list(vars(model)[ENGINE].shard_at.values())
+        shards = list(vars(model)[ENGINE].shards)
         held = {
             shard.fqn: (
                 shard.held.untyped_storage().data_ptr(),

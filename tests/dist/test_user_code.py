@@ -31,16 +31,16 @@ HOOKS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("regions", ["model", "unit"])
-@pytest.mark.parametrize("hook", HOOKS)
 @training_test(tolerance=BITWISE)
-def test_hook_on_one_of_equal_blocks(run: TrainingRun, hook: str, regions: str) -> None:
-    model = run.shard(models.Decoder(layers=3), **({} if run.is_reference else {"regions": regions}))
-    handle: Any = None
+def test_hooks_on_some_of_equal_blocks(run: TrainingRun, regions: str) -> None:
+    model = run.shard(models.Decoder(layers=len(HOOKS) + 1), **({} if run.is_reference else {"regions": regions}))
+    handles: list[Any] = []
     for index in range(3):
         if index == 1:
-            handle = HOOKS[hook](model.layers[1])
+            handles = [add(layer) for add, layer in zip(HOOKS.values(), model.layers[1:], strict=True)]
         if index == 2:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         loss = loss_of(model, run, index)
         loss.backward()
         run.observe(loss, model)

@@ -254,6 +254,9 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "bucket twice": lambda c: program(c)["buckets"].append(program(c)["buckets"][0]),
     "unknown member": lambda c: program(c)["buckets"][0]["members"].append("other"),
     "member in no bucket": lambda c: program(c)["buckets"][0]["members"].pop(),
+    "member in a bucket twice": lambda c: program(c)["buckets"][0]["members"].append(
+        program(c)["buckets"][0]["members"][0]
+    ),
     "unknown bucket": lambda c: program(c)["steps"][0].update(bucket="gather:other"),
     "unknown op": lambda c: program(c)["steps"][0].update(before="bmm"),
     "position": lambda c: program(c)["steps"][0].update(position=1),
@@ -323,6 +326,7 @@ position of a collective: programs[0].outline.own[0].wait: got 9, want one of 5 
 bucket twice: programs[0].buckets: got 'gather:blocks.1' 2 times, want it once
 unknown member: programs[0].buckets[0].members: got 'other', want members of kind 'gather' of the outline
 member in no bucket: programs[0].buckets: got 'blocks.1.bias' in 0 of kind 'gather', want it in one
+member in a bucket twice: programs[0].buckets: got 'blocks.1.weight' in 2 of kind 'gather', want it in one
 unknown bucket: programs[0].steps[0].bucket: got 'gather:other', want the name of one of the buckets
 unknown op: programs[0].steps[0].before: got 'bmm', want the name of an op of the outline, or '' for the end
 position: programs[0].steps[0].position: got 1, want 0, that of 'mm'
