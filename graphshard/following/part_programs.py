@@ -36,7 +36,7 @@ class Runner(Protocol):
         """Runs it with what shards hold; takes what it leaves unreduced."""
 
 
-class Programs(Protocol):
+class Lowering(Protocol):
     """What makes the region's programs."""
 
     def lower(
@@ -69,12 +69,12 @@ class PartPrograms:
 
     Args:
         runner: runs them.
-        made: makes them.
+        lowering: makes them.
     """
 
-    def __init__(self, runner: Runner, made: Programs) -> None:
+    def __init__(self, runner: Runner, lowering: Lowering) -> None:
         self._runner = runner
-        self._made = made
+        self._lowering = lowering
         self._graphs: dict[tuple[str, str, Part], MarkedGraph] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
 
@@ -283,7 +283,7 @@ class PartPrograms:
             )
             contract = followed.contract_for(part)
             held_bytes = sum(shard.held_bytes for shard in followed.shards.values() if shard not in whole.shards)
-            program = self._made.lower(wider, whole, convention, "", late, contract, held_bytes)
+            program = self._lowering.lower(wider, whole, convention, "", late, contract, held_bytes)
             self._programs[program_key] = program
         return _Step(part, gathers, reductions, handed, whole, program)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from graphshard.faults import run_program
-from graphshard.runtime.region_programs import RegionPrograms
+from graphshard.runtime.region_lowering import RegionLowering
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention
 from graphshard.state.holdings import Holdings
@@ -17,20 +17,20 @@ from graphshard.state.shards import Shard
 
 
 class ProgramRunner:
-    """Runs what `RegionPrograms` makes.
+    """Runs what `RegionLowering` makes.
 
     Args:
-        made: the programs.
+        lowering: makes the programs.
     """
 
-    def __init__(self, made: RegionPrograms) -> None:
-        self._made = made
-        self.number = made.number
+    def __init__(self, lowering: RegionLowering) -> None:
+        self._lowering = lowering
+        self.number = lowering.number
 
     @property
     def holdings(self) -> Holdings:
         """Of the model."""
-        return self._made.runtime.holdings
+        return self._lowering.runtime.holdings
 
     def bind(self, graph: MarkedGraph, args: Sequence[Any]) -> Binding:
         """The shards among the arguments of a graph."""
@@ -69,7 +69,7 @@ class ProgramRunner:
         return results
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
-        runtime, convention = self._made.runtime, program.convention
+        runtime, convention = self._lowering.runtime, program.convention
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()

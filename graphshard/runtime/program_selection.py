@@ -14,7 +14,7 @@ from graphshard.following.route import Leg
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
 from graphshard.passes.apply_flags import dead_outputs
-from graphshard.runtime.region_programs import RegionPrograms
+from graphshard.runtime.region_lowering import RegionLowering
 from graphshard.state.binding import Binding
 from graphshard.state.call_state import backward_states, forward_states, staying_units
 from graphshard.state.calling_convention import calling_convention
@@ -48,15 +48,15 @@ class ProgramSelection:
     """Selects the programs of one region's forwards and backwards.
 
     Args:
-        made: makes its programs.
+        lowering: makes its programs.
         broken: whether a graph break ends its graph.
 
     Attributes:
         backward_graph: of the region, once there is one.
     """
 
-    def __init__(self, made: RegionPrograms, broken: bool) -> None:
-        self._made = made
+    def __init__(self, lowering: RegionLowering, broken: bool) -> None:
+        self._lowering = lowering
         self._broken = broken
         self._programs: dict[tuple[object, ...], Program] = {}
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
@@ -77,19 +77,21 @@ class ProgramSelection:
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             if graph.direction == "forward":
-                self._made.runtime.prefetch.say_ignored(binding)
+                self._lowering.runtime.prefetch.say_ignored(binding)
             convention = calling_convention(
                 names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only
             )
             state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self._made.lower(graph, binding, convention, state, late)
+            program = self._programs[key] = self._lowering.lower(graph, binding, convention, state, late)
         return program
 
     def before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
         """Gathers what the program does not; returns the program that runs then."""
-        holdings = self._made.runtime.holdings
+        holdings = self._lowering.runtime.holdings
         split = holdings.split.in_forward(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
-        self._made.runtime.prefetch.before_forward(graph, binding, split, partial(self._made.problem, graph, binding))
+        self._lowering.runtime.prefetch.before_forward(
+            graph, binding, split, partial(self._lowering.problem, graph, binding)
+        )
         holdings.forward.regions_run += 1
         return self.program(graph, binding, forward_states(holdings, binding))
 
@@ -102,9 +104,9 @@ class ProgramSelection:
         undefined: frozenset[str] = frozenset(),
     ) -> SelectedBackward:
         """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
-        runtime = self._made.runtime
+        runtime = self._lowering.runtime
         split = runtime.holdings.split.in_backward(binding) if binding.parts else frozenset[Unit]()
-        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._made.problem, graph, binding))
+        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._lowering.problem, graph, binding))
         behind = frozenset[Unit]()
         if runtime.backward.deferred is None:
             behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
@@ -116,7 +118,7 @@ class ProgramSelection:
 
     def behind_backward(self, selected: SelectedBackward) -> None:
         """Reduces what the program has left, and frees what was gathered for it."""
-        holdings = self._made.runtime.holdings
+        holdings = self._lowering.runtime.holdings
         _free(selected.binding)  # another call will gather it again
         for unit in selected.behind:
             holdings.reductions.launch(unit)
@@ -127,10 +129,10 @@ class ProgramSelection:
         self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
     ) -> list[UnitState]:
         """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
-        why = self._made.accumulates_sharded(graph, binding)
+        why = self._lowering.accumulates_sharded(graph, binding)
         if not why:
             return states
-        self._made.runtime.context.report.note_once(
+        self._lowering.runtime.context.report.note_once(
             f"gradients are accumulated sharded, reduced in every backward: {why}"
         )
         return [
@@ -151,7 +153,9 @@ class ProgramSelection:
 
     def known_as(self, leg: Leg) -> FollowedPass | None:
         """What was sent when a leg last ran, for a part that is compiled now; None: it cannot be followed."""
-        if self._made.structure_of(leg.binding) != leg.structure:  # frozen meanwhile: others have another graph of it
+        if (
+            self._lowering.structure_of(leg.binding) != leg.structure
+        ):  # frozen meanwhile: others have another graph of it
             return None
         if leg.program.contract is None or (leg.graph.direction == "forward" and not self._knows_backward_of(leg)):
             return None

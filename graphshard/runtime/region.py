@@ -23,7 +23,7 @@ from graphshard.graph.ir import (
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.program_runner import ProgramRunner
 from graphshard.runtime.program_selection import ProgramSelection
-from graphshard.runtime.region_programs import CompileGraph, RegionPrograms
+from graphshard.runtime.region_lowering import CompileGraph, RegionLowering
 from graphshard.state.call_state import forward_states
 from graphshard.state.calls import BackwardRequest, Calls
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, SplitGraph, marked_graph, split_graph
@@ -64,34 +64,34 @@ class Region:
         self._input_grads = input_grads
         self._patches = patches
         self._split: SplitGraph | None = None
-        self._made = RegionPrograms(runtime, number, positions, num_inputs, compile_graph)
-        self._runner = ProgramRunner(self._made)
-        self._selection = ProgramSelection(self._made, broken)
-        self.parts = PartPrograms(self._runner, self._made)
+        self._lowering = RegionLowering(runtime, number, positions, num_inputs, compile_graph)
+        self._runner = ProgramRunner(self._lowering)
+        self._selection = ProgramSelection(self._lowering, broken)
+        self.parts = PartPrograms(self._runner, self._lowering)
         self.calls = Calls(runtime.holdings.calls, runtime.holdings.split.units, number)
 
     # -- compilation
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
-        runtime, planning = self._made.runtime, self._made.runtime.context.planning
+        runtime, planning = self._lowering.runtime, self._lowering.runtime.context.planning
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
-        self._made.check_slots(graph)
+        self._lowering.check_slots(graph)
         if planning is not None:
             planning.agree()
         if direction == "backward":
-            shards = self._made.binding(graph).shards
-            runtime.follower.learn_backward(self._made.structure, (shards[slot].fqn for slot in graph.gathered))
+            shards = self._lowering.binding(graph).shards
+            runtime.follower.learn_backward(self._lowering.structure, (shards[slot].fqn for slot in graph.gathered))
             self._selection.backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
-        made, binding = self._made, self._made.binding(graph)
+        lowering, binding = self._lowering, self._lowering.binding(graph)
         is_whole = runtime.follower.is_whole(self._broken)
-        made.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
-        made.structure = made.structure_of(binding)
-        followed = runtime.follower.of_forward(graph.direction, binding, made.structure, self._broken, runs=False)
-        made.leader = runtime.follower.leader
+        lowering.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
+        lowering.structure = lowering.structure_of(binding)
+        followed = runtime.follower.of_forward(graph.direction, binding, lowering.structure, self._broken, runs=False)
+        lowering.leader = runtime.follower.leader
         if followed is not None:
             self.parts.lower_forward(graph, binding, followed)
             return boxed(lambda args: self._run_forward(graph, args))
@@ -99,18 +99,18 @@ class Region:
         if planning is not None and direction == "forward":
             backward = planning.take_backward()
             if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
-                made.keep_units(graph, backward, binding)
+                lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
 
     # -- run time
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
-        runtime, binding = self._made.runtime, self._runner.bind(graph, args)
+        runtime, binding = self._lowering.runtime, self._runner.bind(graph, args)
         holdings, follower = runtime.holdings, runtime.follower
         forward = holdings.forward
         forward.touched.update(binding.units)
-        followed = follower.of_forward(graph.direction, binding, self._made.structure, self._broken)
+        followed = follower.of_forward(graph.direction, binding, self._lowering.structure, self._broken)
         if followed is not None:
             holdings.gathers.finish_used(binding.units)
             forward.regions_run += 1
@@ -118,14 +118,14 @@ class Region:
                 self.calls.begin(binding, forward.entry, follower.role)
             return self.parts.forward(graph, binding, args, followed)
         program = self._selection.before_forward(graph, binding)
-        role = follower.runs(Leg(self._selection, self._made.structure, graph, binding, program))
+        role = follower.runs(Leg(self._selection, self._lowering.structure, graph, binding, program))
         if graph.direction == "forward":
             self.calls.begin(binding, forward.entry, role)
         return self._runner.forward(program, binding, args)
 
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         asked = self.calls.backward()
-        backward = self._made.runtime.backward
+        backward = self._lowering.runtime.backward
         backward.runs(asked.entry.partial)
         # A pipeline's schedule reduces gradients later; any other backward does all of its work at once.
         if backward.deferred is None or any(unit.reduce_grads for unit in self._runner.bind(graph, args).units):
@@ -152,7 +152,7 @@ class Region:
         binding = self._runner.bind(graph, args)
         undefined = _undefined(graph, asked.absent)
         dead = self._selection.dead_outputs(graph, undefined, asked.inputs_only)
-        if (followed := self._made.runtime.follower.of_backward(asked)) is not None:
+        if (followed := self._lowering.runtime.follower.of_backward(asked)) is not None:
             reached = undefined if dead else frozenset()
             return self.parts.backward(graph, binding, args, followed, asked, dead, reached)
         selected = self._selection.before_backward(graph, binding, asked, dead, undefined)

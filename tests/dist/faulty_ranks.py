@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.runtime import region_programs
+from graphshard.runtime import region_lowering
 from graphshard.faults.inquiry import POLL_S
 from graphshard.testing import worker_main
 
@@ -155,13 +155,13 @@ def misbehave(scenario: str, model: nn.Module, start: Path) -> None:
         train(model, 1)
         time.sleep(LONG_S)
     elif scenario == "compile":
-        as_it_is = region_programs.with_gather_outputs
+        as_it_is = region_lowering.with_gather_outputs
 
         def slow(gm: Any) -> Any:
             time.sleep(3 * DEADLINE_S)
             return as_it_is(gm)
 
-        with mock.patch.object(region_programs, "with_gather_outputs", slow):
+        with mock.patch.object(region_lowering, "with_gather_outputs", slow):
             wait_for_others(scenario, model)
     elif scenario == "raise":
         raise ValueError("the data are gone")

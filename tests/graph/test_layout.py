@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,3 +143,11 @@ def test_files_are_small_and_named_for_what_they_hold() -> None:
     assert not long, f"over {MAX_LINES} lines: {long}"
     vague = [shown(path) for path in paths if {path.stem, path.parent.name} & VAGUE_NAMES]
     assert not vague, f"name the thing the file holds: {vague}"
+
+
+def test_files_that_the_docs_name_are_there() -> None:
+    text = "".join((ROOT / name).read_text() for name in ("docs/architecture.md", "CONTRIBUTING.md"))
+    named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*\.py)`", text))
+    assert len(named) > 40
+    missing = [name for name in named if not any((folder / name).is_file() for folder in (PACKAGE, ROOT))]
+    assert not missing, f"docs name files that are not there: {sorted(missing)}"

@@ -49,7 +49,7 @@ from graphshard.state.unit_state import KEEP
 CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
 
 
-class RegionPrograms:
+class RegionLowering:
     """Makes the programs of one region.
 
     Args:
