@@ -20,7 +20,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -106,6 +106,32 @@ class TrainingRun:
         """Records the loss, the outputs if given, and the model's gradients and parameters as they are now."""
         seen = Observation(copied(loss), copied(outputs), gradients(model), parameters(model))
         self.observations.append(seen)
+
+    def train(
+        self,
+        model: M,
+        optimizer: torch.optim.Optimizer,
+        loss_of: Callable[[M, TrainingRun, int], Tensor],
+        *,
+        steps: int = 3,
+        counted: bool = False,
+    ) -> None:
+        """Trains, and observes each step before the optimizer's.
+
+        Args:
+            model: that `shard` returned.
+            optimizer: of its parameters.
+            loss_of: takes the model, this run and the number of the step.
+            steps: how many.
+            counted: whether launches are counted, from the second step on.
+        """
+        for index in range(steps):
+            with self.counted(f"step {index}") if counted and index else nullcontext():
+                loss = loss_of(model, self, index)
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.observe(loss, model)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def note(self, label: str, value: object) -> None:
         """Records tensors and plain values, in dicts, lists and tuples, that both passes must see alike."""

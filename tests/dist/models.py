@@ -316,3 +316,10 @@ class ListParameters(nn.Module):
         for weight in self.weights:
             x = torch.tanh(x @ weight)
         return x * self.gates["a"] + self.gates["b"]
+
+
+class Product(nn.Module):
+    """No parameters; tensors inside a tuple."""
+
+    def forward(self, x: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh(x + others[0]) * others[1]

@@ -73,13 +73,7 @@ def test_checkpointed_blocks(run: TrainingRun, kind: str, grouping: str, reshard
     annotate = functools.partial(GROUPINGS[grouping], reshard=reshard)
     model = run.shard(checkpointed(kind, tied=grouping == "tied list"), annotate=annotate)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for index in range(3):
-        with run.counted(f"step {index}") if index else nullcontext():
-            loss = loss_of(model, run, index)
-            loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of, counted=True)
 
 
 class CheckpointedInside(nn.Module):
@@ -105,13 +99,7 @@ def test_parts_of_a_unit_are_recomputed(run: TrainingRun, reshard: bool) -> None
     model = nn.Sequential(nn.Embedding(models.VOCAB, models.DIM), CheckpointedInside(), CheckpointedInside())
     run.shard(model, units=[CheckpointedInside], reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for index in range(3):
-        with run.counted(f"step {index}") if index else nullcontext():
-            loss = loss_of(model, run, index)
-            loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of, counted=True)
 
 
 def save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -135,13 +123,7 @@ class Selective(models.Decoder):
 def test_selective_checkpointing(run: TrainingRun, reshard: bool) -> None:
     model = run.shard(Selective(layers=2), reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for index in range(3):
-        with run.counted(f"step {index}") if index else nullcontext():
-            loss = loss_of(model, run, index)
-            loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of, counted=True)
 
 
 # --- preference optimization: two forwards, one backward

@@ -189,12 +189,7 @@ def test_event_after_the_optimizers_step_is_accepted(run: TrainingRun) -> None:
     model: Any = run.shard(models.mlps(), units=[models.Mlp])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_post_hook(lambda *_: model.set_post_optim_event(torch.cpu.current_stream().record_event()))
-    for index in range(3):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of)
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no set_reduce_scatter_unused_params")

@@ -260,9 +260,4 @@ def test_offload_and_ignored_parameters_with_inductor(run: TrainingRun) -> None:
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     run.shard(model, units=[Gated], ignored_params=IGNORED["some of a unit"](model), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    for index in range(2):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of, steps=2)

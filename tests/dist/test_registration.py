@@ -118,17 +118,10 @@ def test_parameters_and_gradients_change_dtype_after_sharding(run: TrainingRun) 
     run.note("dtypes", [str(p.dtype) for p in model.parameters()])
 
 
-class Add(nn.Module):
-    """No parameters; tensors inside a tuple."""
-
-    def forward(self, x: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.tanh(x + others[0]) * others[1]
-
-
 @pytest.mark.row("S1")
 @training_test()
 def test_module_without_parameters_runs_and_communicates_nothing(run: TrainingRun) -> None:
-    model = run.shard(Add(), annotate=lambda model, mesh: fully_shard(model, mesh=mesh)).to("cpu")
+    model = run.shard(models.Product(), annotate=lambda model, mesh: fully_shard(model, mesh=mesh)).to("cpu")
     for index in range(3):
         leaves = [inputs(run, 3 * index + i).requires_grad_() for i in range(3)]
         with run.counted(f"step {index}") if index else nullcontext():

@@ -72,17 +72,10 @@ def check_all_reduces(run: TrainingRun, count: int) -> None:
         assert seen == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": count}, label
 
 
-class Product(nn.Module):
-    """No parameters; tensors inside a tuple."""
-
-    def forward(self, x: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.tanh(x + others[0]) * others[1]
-
-
 @pytest.mark.row("R1")
 @training_test()
 def test_replicated_module_without_parameters_runs(run: TrainingRun) -> None:
-    model = run.shard(Product(), annotate=units_of()).to("cpu")
+    model = run.shard(models.Product(), annotate=units_of()).to("cpu")
     for index in range(2):
         leaves = [models.features(3 * index + i, run.rank)[0].requires_grad_() for i in range(3)]
         with run.counted(f"step {index}") if index else nullcontext():
@@ -163,12 +156,7 @@ def test_replicated_blocks_have_one_all_reduce_each(run: TrainingRun) -> None:
 def test_replicated_blocks_within_inductors_rounding(run: TrainingRun) -> None:
     model = run.shard(models.Decoder(layers=2), annotate=units_of(models.DecoderBlock))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for index in range(2):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of, steps=2)
 
 
 @pytest.mark.row("R7")
@@ -225,12 +213,7 @@ def test_event_after_the_optimizers_step_is_accepted(run: TrainingRun) -> None:
     model: Any = run.shard(mlps(), annotate=units_of(Mlp))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     optimizer.register_step_post_hook(lambda *_: model.set_post_optim_event(torch.cpu.current_stream().record_event()))
-    for index in range(3):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, optimizer, loss_of)
 
 
 def blocks(model: Any, mesh: DeviceMesh) -> None:
