@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-# Ranks of a test wait for each other: two tests at once keep two cores busy. TEST_PROCESSES=0: one after the other.
+# Tests without ranks run so many at once; those with ranks one after the other, each keeps two cores busy.
 TEST_PROCESSES ?= 2
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 DEMO_FLAGS ?=
@@ -41,7 +41,8 @@ check: lint types
 	$(BIN)/python -m pytest tests/graph tests/kernels $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/graph tests/kernels tests/gpu $(IN_PARALLEL) $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/dist $(PYTEST_FLAGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
@@ -75,7 +76,7 @@ matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
 .SECONDEXPANSION:
 $(MATRIX_RUNS): matrix-%: $$(if $$(call matrix_python,$$*),,.venv-$$*/.installed)
 	@echo '=== torch $* ==='
-	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(IN_PARALLEL) $(PYTEST_FLAGS)
+	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(PYTEST_FLAGS)
 
 define CREATE
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("graphshard needs Python 3.11 or newer; \
