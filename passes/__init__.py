@@ -4,8 +4,9 @@
                                                                  inference         -> PROGRAM
 
 A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to
-do), `apply(graph, edit)` does what the edit says. The driver copies the graph, verifies after each pass, times, dumps
-and recompiles once. Passes import `graph` and what is below it, and one another never.
+do), `apply(graph, edit)` does what the edit says. The driver copies the graph of a program (the others change in
+place), verifies after each pass, times, dumps and recompiles once. Passes import `kernels`, `graph` and what is below
+them, and one another never.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One unshard per parameter and one reduction per gradient, where a parameter is tied or read more than once.
 
-Needs: a joint or inference graph with markers. Leaves: no two equal unshards; no sum of two reductions of one shard.
+Needs: a graph with markers. Leaves: no two equal unshards; no sum of two reductions of one shard.
 
     %a = unshard(%s)                    %a = unshard(%s)
     %b = unshard(%s)             ->     %g = add(%ga, %gb)

@@ -12,7 +12,8 @@ a parameter is saved, if it is needed.
     %b = add(%x, %a)    ->   the same, meta["recompute"] = MUST_SAVE
 
 Whether a unit reshards after forward is a flag that may change between two steps, so it must not shape a graph: what
-stays gathered is handed from the forward program to the backward program as an argument of both (see `apply_flags`).
+stays gathered is handed from the forward program to the backward program, as a result of the one and an argument of the
+other (see `apply_residency`).
 """
 
 from __future__ import annotations

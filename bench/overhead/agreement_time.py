@@ -15,7 +15,7 @@ from bench.harness.models import decoder
 from bench.harness.processes import Ranks
 from bench.harness.variants import prepare
 from bench.overhead.samples import STEADY_STEPS, AgreementTime
-from graphshard.agree.consensus import posted_contracts
+from graphshard.agree.consensus import posted_consensus
 from graphshard.agree.contract import Contract
 from graphshard.agree.rank_store import RankStore
 from graphshard.compat.store import default_store
@@ -42,7 +42,7 @@ class Agreeing:
             default_store().set("bench/port", str(server.port))
         port = int(default_store().get("bench/port"))
         store = server if leads else TCPStore("127.0.0.1", port, is_master=False)
-        self._consensus = posted_contracts(store, "bench", "Bench", rank, ranks)
+        self._consensus = posted_consensus(store, "bench", "Bench", rank, ranks)
         self._consensus.settle("open", "the first decision", lambda: "")
 
     def measure(self) -> AgreementTime:

@@ -262,10 +262,10 @@ def consensus_of(model: str, ranks: Sequence[int], group: dist.ProcessGroup | No
     if len(ranks) < 2 or without_peers(group):
         return Consensus(None)
     names = hashlib.sha256(",".join(map(str, sorted(ranks))).encode()).hexdigest()[:12]
-    return posted_contracts(default_store(), f"graphshard/contract/{names}/{model}", model, dist.get_rank(), ranks)
+    return posted_consensus(default_store(), f"graphshard/contract/{names}/{model}", model, dist.get_rank(), ranks)
 
 
-def posted_contracts(store: Store, prefix: str, model: str, rank: int, ranks: Sequence[int]) -> Consensus:
+def posted_consensus(store: Store, prefix: str, model: str, rank: int, ranks: Sequence[int]) -> Consensus:
     """The same, with a store. The lowest rank shows at once that it is there."""
     posted = post(store, prefix, f"the contracts of {model}", rank, ranks, [model], subject="the models they compile")
     return Consensus(RankStore(store, f"contract: rank {rank}"), prefix, rank, ranks, posted=posted)

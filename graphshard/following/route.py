@@ -78,7 +78,7 @@ class Route:
     """The routes of a model's calls.
 
     Args:
-        contracts: of the model.
+        consensus: of the model.
         say: takes a note.
 
     Attributes:

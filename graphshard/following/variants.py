@@ -37,7 +37,7 @@ class Variants:
     """Calls of one kind: of one entry, with gradients or without.
 
     Args:
-        contracts: of the model.
+        consensus: of the model.
         what: the calls, in words.
         primary: the call that ranks make which never ask.
         everything: makes the call that uses all parameters below the called module.

@@ -1,8 +1,8 @@
 """The state that FSDP2 keeps, read: with `compat`, the only code that knows private names of torch (2.11 to 2.15).
 
-FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. Nothing here writes that
-state; the forward hooks are taken off and put back at the very place where FSDP2 had registered them. Imports nothing
-of graphshard.
+FSDP2 owns the sharded parameters, their padding, their DTensors and the flags that users set. It is
+written in four ways only: gathered parameters are registered, reduced gradients delivered, FSDP2's own lazy init and
+reshard called, its hooks and registered methods taken off and put back in their places. Imports nothing of graphshard.
 """
 
 from graphshard.fsdp2.models import (

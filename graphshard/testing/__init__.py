@@ -1,6 +1,6 @@
 """For tests of sharded models: ranks that stay alive, exact comparison, parity with eager FSDP2, faults on purpose.
 
-Nothing that trains imports it. Imports any room but `demo`.
+Of what trains only the demo imports it. Imports any room but `demo`.
 """
 
 from graphshard.testing.compare import (

@@ -19,7 +19,7 @@ from graphshard.errors import RanksDiffer
 RANKS = (0, 1, 4)
 MANY = tuple(range(1024))
 # Operations: of each rank, and of one that looks who is missing.
-EACH, ONE = 14, 64
+EACH, ONE = 18, 64
 
 
 def new_store() -> Store:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphshard.agree.consensus import Consensus, Election, posted_contracts
+from graphshard.agree.consensus import Consensus, Election, posted_consensus
 from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
 
@@ -133,7 +133,7 @@ def test_rank_that_compiles_is_waited_for_beyond_the_deadline() -> None:
 def test_job_that_is_started_again_decides_anew_in_the_same_store() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     for run in ("first", "second"):
-        own = [posted_contracts(store, "net", "Net0", rank, (0, 1)) for rank in range(2)]
+        own = [posted_consensus(store, "net", "Net0", rank, (0, 1)) for rank in range(2)]
         assert together(own, partial(settled, run=run)) == [f"{run} of 0"] * 2
         assert together(own, lambda c: c.meet("call 1", "it", "same", 0.1)) == [Election(0, True)] * 2
 

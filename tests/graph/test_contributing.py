@@ -23,12 +23,13 @@ TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 @pytest.fixture
 def worked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pass]:
     """The pass, made by the text's own lines."""
-    (source,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    source, entry = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(source.splitlines()) <= 60
     module = types.ModuleType("share_transposes")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # a dataclass looks its module up
     exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
-    yield module.__dict__["SHARE_TRANSPOSES"]
+    (step,) = eval(entry, {"Pass": Pass, module.__name__: module})
+    yield step
 
 
 def tied() -> Marked:
