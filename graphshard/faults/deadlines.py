@@ -19,8 +19,8 @@ from graphshard.compat.groups import resolve_process_group, timeout_s
 from graphshard.compat.store import default_store, own_connection
 from graphshard.faults.dumps import check_folder
 from graphshard.faults.inquiry import WAITS, read_compiling
-from graphshard.faults.running import waiting
 from graphshard.faults.watchdog import Watched, waited, watch_model
+from graphshard.faults.watched_run import waiting
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import Report
 

@@ -12,7 +12,7 @@ from torch import nn
 from graphshard.agree.contract import Contract
 from graphshard.compat.autograd import backward_id
 from graphshard.errors import RanksDiffer
-from graphshard.following.derived import derived
+from graphshard.following.derived_contract import derived
 from graphshard.following.followed_pass import FollowedPass
 from graphshard.following.route import Leg, Route
 from graphshard.following.variants import Variants

@@ -5,11 +5,11 @@ imports nothing of graphshard.
 """
 
 from graphshard.planner.accumulation import Accumulation, accumulation_choice
-from graphshard.planner.across import Depth, choose_depth
 from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, per_parameter_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
 from graphshard.planner.live_memory import LiveBytes, live_by_category
+from graphshard.planner.prefetch_depth import Depth, choose_depth
 from graphshard.planner.problem import GatherTask, OwnCollective, Problem, ReductionTask, Tasks, Transfer, is_coalesced
 from graphshard.planner.realised import OrderImpossible, realised_schedule
 from graphshard.planner.residency import choose_residency, with_residency

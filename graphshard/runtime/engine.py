@@ -25,12 +25,12 @@ from graphshard.lowering import driver
 from graphshard.planning.planning import Planning
 from graphshard.reporting.report import Report
 from graphshard.runtime.backend import make_backend
+from graphshard.runtime.contract_rest import rest_of_contracts
 from graphshard.runtime.eager_mode import EagerMode
 from graphshard.runtime.entry_points import EntryPoints, Options
 from graphshard.runtime.model_runtime import ModelRuntime
-from graphshard.runtime.outside import OutsideReads
+from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
-from graphshard.runtime.rest import rest_of_contracts
 from graphshard.runtime.running_backward import RunningBackward
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext

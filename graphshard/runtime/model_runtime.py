@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphshard.following.follower import Follower
-from graphshard.runtime.outside import OutsideReads
+from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
 from graphshard.runtime.running_backward import RunningBackward
 from graphshard.state.holdings import Holdings

@@ -2,7 +2,7 @@
 goes on behind it.
 
 Gathers are launched one region ahead, or as many as `memory_budget` has room for, in an order that all ranks are known
-to have (see `pass_orders`).
+to have (see `region_orders`).
 Source: FSDP2's implicit prefetch, one unit ahead, and its one reduce-scatter under way.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 from graphshard.fsdp2 import Unit
 from graphshard.planner import Problem
 from graphshard.runtime.orders import Order, PassStep, RunningPass
-from graphshard.runtime.pass_orders import PassOrders, Wanted
+from graphshard.runtime.region_orders import RegionOrders, Wanted
 from graphshard.state.binding import Binding
 from graphshard.state.calls import BackwardRequest
 from graphshard.state.holdings import Holdings
@@ -53,7 +53,7 @@ class Prefetch:
         self._report = context.report
         self._holdings = holdings
         self._every = every
-        self.orders = PassOrders(context, holdings)
+        self.orders = RegionOrders(context, holdings)
 
     # -- before a program runs
 

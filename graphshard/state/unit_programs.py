@@ -19,8 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.compat.tensors import fake_tensors
 from graphshard.faults import compiling, run_program
 from graphshard.fsdp2 import Unit
+from graphshard.graph.cut_at_wait import Half, cut_at_wait
 from graphshard.graph.gather_outputs import with_gather_outputs
-from graphshard.graph.halves import Half, cut_at_wait
 from graphshard.graph.ir import WAIT, Direction, PassContext, launch_counts
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.graph.printer import format_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask, Transfer, check_schedule, simulate
-from graphshard.planner.across import DEPTHS, choose_depth, join_regions
+from graphshard.planner.prefetch_depth import DEPTHS, choose_depth, join_regions
 
 MB = 10**6
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.agree.contract import Contract, ContractParam
-from graphshard.following.derived import derived
+from graphshard.following.derived_contract import derived
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.graph.plan import PlannedBucket, PlannedStep
 from graphshard.state.binding import Binding

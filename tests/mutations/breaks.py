@@ -22,14 +22,14 @@ MUTATIONS = (
     ),
     Mutation(
         "an order that other ranks do not have is followed",
-        "graphshard/runtime/pass_orders.py",
+        "graphshard/runtime/region_orders.py",
         "                posted.compare()\n",
         "                pass\n",
         ("tests/dist/test_across_regions.py", "-k", "other_orders"),
     ),
     Mutation(
         "the last reduction of a region is not left to go on behind it",
-        "graphshard/runtime/pass_orders.py",
+        "graphshard/runtime/region_orders.py",
         "self.follows_backward = order is not None and len(order.steps) > 1",
         "self.follows_backward = False",
         ("tests/dist/test_across_regions.py", "-k", "each_region_gathers"),

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     whole: bool
 
 
-class PassOrders:
+class RegionOrders:
     """The passes of one model.
 
     Args:
