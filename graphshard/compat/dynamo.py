@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
@@ -41,6 +42,16 @@ def inline_only(function: C) -> C:
     """
     skip_code(function.__code__)
     return function
+
+
+def tell_of_compiles(begin: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Has `begin` called when Dynamo begins to compile, and `end` when it has ended; once, however often it is asked.
+
+    `torch.compiler.reset` makes torch forget it.
+    """
+    if begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
 
 
 def ends_in_graph_break(gm: GraphModule) -> bool:

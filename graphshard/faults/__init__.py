@@ -6,6 +6,6 @@
 
 from graphshard.faults.deadlines import check_deadline, watch
 from graphshard.faults.diagnose import diagnose
-from graphshard.faults.watched_run import compiling, run_program
+from graphshard.faults.watched_run import compiling, note_compiles, run_program
 
-__all__ = ["check_deadline", "compiling", "diagnose", "run_program", "watch"]
+__all__ = ["check_deadline", "compiling", "diagnose", "note_compiles", "run_program", "watch"]

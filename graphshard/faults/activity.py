@@ -43,6 +43,7 @@ class Activity:
         recent: (number, model, record) of the last runs, each at its number modulo `REMEMBERED`. No shards: models may
             die.
         compiling: what is being compiled, and since when (of `time.monotonic`, in seconds).
+        tracing: whether Dynamo compiles something.
         failure: (number of the run, sentence) of the last collective that failed.
     """
 
@@ -51,6 +52,7 @@ class Activity:
         self.run: Run | None = None
         self.recent: list[tuple[int, str, ProgramRecord] | None] = [None] * REMEMBERED
         self.compiling: tuple[str, float] | None = None
+        self.tracing = False
         self.failure = (0, "")
 
     def begin(self, thread: int, model: str, record: ProgramRecord, shards: Sequence[Any]) -> None:
@@ -62,6 +64,14 @@ class Activity:
     def end(self) -> None:
         """Notes that no program runs any more."""
         self.run = None
+
+    def begin_tracing(self, _: object) -> None:
+        """Notes that Dynamo begins to compile."""
+        self.tracing = True
+
+    def end_tracing(self, _: object) -> None:
+        """Notes that Dynamo compiles no more."""
+        self.tracing = False
 
     def set_compiling(self, what: str) -> None:
         """Notes what is being compiled from now on; empty: nothing."""

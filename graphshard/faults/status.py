@@ -97,7 +97,7 @@ def status_of(
         place: the launch or wait that it stands at; None: at none.
         ranks: of the process group of that.
         seconds: it has stood there.
-        text: what it traces, where only its stack shows that it compiles.
+        text: what it traces, while it has nothing else to say of a compilation.
         failed: whether the collective at `place` has failed.
     """
     run, compiling = activity.run, activity.compiling

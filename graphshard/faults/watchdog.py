@@ -30,7 +30,7 @@ from graphshard.faults.dumps import Dump, fault_name, write_dump
 from graphshard.faults.inquiry import ANSWER_S, POLL_S, STORE_S, Question, within
 from graphshard.faults.place import Place, frames_of, place_of
 from graphshard.faults.sentence import sentence
-from graphshard.faults.status import Status, main_frame, status_of, user_line
+from graphshard.faults.status import Status, status_of, user_line
 
 log = logging.getLogger("graphshard")
 
@@ -43,7 +43,6 @@ _FLUSH_S = 1.0
 _MAX_SAID = 600
 # A rank that compiles says so at each poll.
 _SILENCE_S = POLL_S + 1.0
-_DYNAMO = os.path.join("torch", "_dynamo", "convert_frame.py")  # noqa: PTH118 the end of a file's name
 
 
 class Watched(NamedTuple):
@@ -80,7 +79,6 @@ class Watchdog:
         self._standing: _Standing | None = None
         self._excused = -math.inf  # of `time.monotonic`, in seconds: when a peer was last seen compiling
         self._heard: dict[int, tuple[bytes, float]] = {}  # what ranks that compile have said, since when
-        self._traces = ""
         work = [self._watch] if store is None else [self._watch, self._listen]
         self._threads = [threading.Thread(target=run, daemon=True, name="graphshard watchdog") for run in work]
 
@@ -118,7 +116,6 @@ class Watchdog:
     def _sample(self) -> None:
         run = activity.run
         watched = None if run is None else self._models.get(run.model)
-        self._traces = "" if run is not None else _traced()
         if run is None or watched is None:
             self._standing = None
             return
@@ -206,7 +203,7 @@ class Watchdog:
         return f"{told} ({dumped})"
 
     def _status(self, seconds: float) -> Status:
-        return own_status(self._rank, seconds, None, "" if activity.run is not None else self._traces, failed=False)
+        return own_status(self._rank, seconds, None, _traced(), failed=False)
 
     # -- what others ask
 
@@ -218,7 +215,7 @@ class Watchdog:
             inquiry.say_alive(store, self._rank, "")
             inquiry.say_raised(store, self._rank, "")  # else a run before this one may have
             while not self._ended.wait(POLL_S) and self.serves:
-                if self._traces or activity.compiling is not None:
+                if _traced() or activity.compiling is not None:
                     beats += 1
                     inquiry.say_alive(store, self._rank, str(beats))
                 elif beats:
@@ -265,12 +262,8 @@ def own_status(rank: int, seconds: float, place: Place | None, traces: str, fail
 
 
 def _traced() -> str:
-    frame = main_frame()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_DYNAMO):
-            return "what Dynamo traces"
-        frame = frame.f_back
-    return ""
+    # Noted by the thread that does it: to walk its frames from here, while Dynamo has its own, crashes Python 3.11.
+    return "what Dynamo traces" if activity.tracing and activity.run is None else ""
 
 
 def _write(line: str) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from graphshard.compat.dynamo import tell_of_compiles
 from graphshard.compat.store import default_store
 from graphshard.errors import CommunicationFailed
 from graphshard.faults.activity import ENTRIES, activity
@@ -56,6 +57,11 @@ def run_program(
 
 
 ENTRIES.add(run_program.__code__)
+
+
+def note_compiles() -> None:
+    """Has it noted when Dynamo compiles. Before each call that it may compile: `torch.compiler.reset` ends it."""
+    tell_of_compiles(activity.begin_tracing, activity.end_tracing)
 
 
 def _located(error: RuntimeError) -> CommunicationFailed | None:

@@ -15,6 +15,7 @@ from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.compat.dynamo import BackendCompilerFailed
 from graphshard.compat.modules import module_call
 from graphshard.errors import RanksDiffer
+from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
 
@@ -78,6 +79,7 @@ class EntryPoints:
                 fullgraph=self._options.fullgraph,
                 dynamic=self._options.dynamic,
             )
+        note_compiles()
         try:
             return function(module, args, kwargs)
         except BackendCompilerFailed as error:

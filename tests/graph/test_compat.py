@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import GraphModule, symbolic_trace
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
-from graphshard.compat.dynamo import inline_only
+from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
     compile_graph_inductor,
@@ -206,3 +206,25 @@ def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
 def test_generated_code_is_text_or_none() -> None:
     assert generated_code(mock.Mock(source_code="x = 1")) == "x = 1"
     assert generated_code(len) is None
+
+
+def test_compiles_are_told_of_once_and_anew_after_a_reset() -> None:
+    said: list[str] = []
+
+    def begin(_: object) -> None:
+        said.append("begin")
+
+    def end(_: object) -> None:
+        said.append("end")
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        said.append("compiles")
+        return gm.forward
+
+    for _ in range(2):
+        for _ in range(2):
+            tell_of_compiles(begin, end)
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+        assert said == ["begin", "compiles", "end"]
+        torch.compiler.reset()
+        said.clear()
