@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
-	@echo 'make check   lint, types, and the tests that need no process group'
+	@echo 'make check   lint, types, and the tests that need no other rank'
 	@echo 'make test    run the tests'
 	@echo 'make mutants deliberate breaks, each of which a test has to notice'
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'

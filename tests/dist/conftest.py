@@ -31,7 +31,7 @@ def four_ranks() -> WorkerPool:
 
 @pytest.fixture(autouse=True)
 def _verify_as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Level 2 takes a third of the passes' time: tests/graph and test_models.py have it."""
+    """Level 2 takes nearly half of the passes' time: tests/graph and test_models.py have it."""
     monkeypatch.setenv("GRAPHSHARD_VERIFY", "1")
 
 
