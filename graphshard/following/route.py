@@ -216,8 +216,13 @@ def _change(before: list[str], lines: list[str]) -> str:
 
 
 def _lines(shards: Iterable[Shard]) -> list[str]:
-    units: dict[str, set[str]] = {}
+    """A line for each use of a unit; what follows one another of one unit is one use."""
+    uses: list[tuple[str, set[str]]] = []
     for shard in shards:
-        if not shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
-            units.setdefault(shard.unit.name or "root", set()).add(shard.fqn)
-    return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in units.items()]
+        if shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
+            continue
+        unit = shard.unit.name or "root"
+        if not uses or uses[-1][0] != unit:
+            uses.append((unit, set()))
+        uses[-1][1].add(shard.fqn)
+    return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in uses]

@@ -8,11 +8,11 @@ reshard called, its hooks and registered methods taken off and put back in their
 from graphshard.fsdp2.models import (
     ForwardHooks,
     annotation_mesh,
-    find_units,
     is_annotated,
     lazy_init,
     parameter_names,
     replicate,
+    sharded_units,
     unit_modules,
 )
 from graphshard.fsdp2.params import ShardedParam
@@ -23,10 +23,10 @@ __all__ = [
     "ShardedParam",
     "Unit",
     "annotation_mesh",
-    "find_units",
     "is_annotated",
     "lazy_init",
     "parameter_names",
     "replicate",
+    "sharded_units",
     "unit_modules",
 ]

@@ -42,7 +42,7 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def find_units(model: nn.Module) -> list[Unit]:
+def sharded_units(model: nn.Module) -> list[Unit]:
     """Units of an annotated model in `named_modules()` order, those without parameters left out.
 
     A call of `fully_shard` whose parameters are on several meshes makes several units, `layers.0`, `layers.0#1`, ...

@@ -29,9 +29,9 @@ class Unit:
         self._raw = raw
         self._state = state
         self.name = name
-        self.key = ""  # of what users supplied, for programs; set by `find_units`
-        self.position = 0  # among the model's units; set by `find_units`
-        self.names: dict[int, list[str]] = {}  # id of an FSDP2 state -> names of its units; set by `find_units`
+        self.key = ""  # of what users supplied, for programs; set by `sharded_units`
+        self.position = 0  # among the model's units; set by `sharded_units`
+        self.names: dict[int, list[str]] = {}  # id of an FSDP2 state -> names of its units; set by `sharded_units`
         self.params = [ShardedParam(param, self) for param in raw.fsdp_params]
         self._seen: tuple[object, ...] = ()
         self._settings = DEFAULT_SETTINGS

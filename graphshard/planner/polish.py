@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphshard.planner.baselines import in_launch_order
 from graphshard.planner.problem import Problem
-from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, check_schedule
+from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep
 from graphshard.planner.simulator import simulate
 
 # So many gathers and reductions are a small problem.
@@ -29,8 +29,6 @@ def polished(problem: Problem, schedule: Schedule, budget_bytes: float) -> Sched
     while improved:
         improved = False
         for other in _moved(problem, schedule):
-            if not _is_valid(problem, other):
-                continue
             left -= 1
             if left < 0:
                 break
@@ -45,22 +43,16 @@ def polished(problem: Problem, schedule: Schedule, budget_bytes: float) -> Sched
     return in_launch_order(schedule)
 
 
-def _is_valid(problem: Problem, schedule: Schedule) -> bool:
-    try:
-        check_schedule(problem, schedule)
-    except ValueError:
-        return False
-    return True
-
-
 def _moved(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
+    """Valid schedules: one step moved, or two buckets merged or one split, and a step of these moved besides."""
     yield from _one_moved(problem, schedule)
     count = len(schedule.buckets)
     for a in range(count):
         for b in range(count):
-            if a != b and schedule.buckets[a].kind == schedule.buckets[b].kind:
+            if a != b and _may_merge(problem, schedule, a, b):
                 merged = _merged(schedule, a, b)
-                yield merged
+                if not _misplaced(problem, merged):
+                    yield merged
                 yield from _one_moved(problem, merged, a if a < b else a - 1)
     for a, bucket in enumerate(schedule.buckets):
         for i in bucket.members if len(bucket.members) > 1 else ():
@@ -71,16 +63,47 @@ def _moved(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _one_moved(problem: Problem, schedule: Schedule, only: int = -1) -> Iterator[Schedule]:
-    """One step at every other place among the others, and at every position that it may have there."""
+    """One step, of bucket `only`, at every other place that it may have among the others, at every position there."""
+    misplaced = _misplaced(problem, schedule)
     for i, step in enumerate(schedule.steps):
-        if only in (-1, step.bucket):
-            others = (*schedule.steps[:i], *schedule.steps[i + 1 :])
-            for place in range(len(others) + 1):
-                low = others[place - 1].before if place else 0
-                high = others[place].before if place < len(others) else len(problem.ops)
-                for before in range(low, high + 1):
-                    moved = (*others[:place], step._replace(before=before), *others[place:])
-                    yield replace(schedule, steps=moved)
+        if only not in (-1, step.bucket) or misplaced - {i}:
+            continue
+        earliest, latest = _window(problem, schedule, step)
+        others = (*schedule.steps[:i], *schedule.steps[i + 1 :])
+        # Behind the bucket's step before this one, and up to the one behind it.
+        first = max((j + 1 for j in range(i) if others[j].bucket == step.bucket), default=0)
+        last = min((j for j in range(i, len(others)) if others[j].bucket == step.bucket), default=len(others))
+        for place in range(first, last + 1):
+            low = max(others[place - 1].before, earliest) if place else earliest
+            high = min(others[place].before, latest) if place < len(others) else latest
+            for before in range(low, high + 1):
+                moved = (*others[:place], step._replace(before=before), *others[place:])
+                yield replace(schedule, steps=moved)
+
+
+def _misplaced(problem: Problem, schedule: Schedule) -> set[int]:
+    """The steps that are too early or too late, as those of a bucket with new members may be."""
+    found = set[int]()
+    for i, step in enumerate(schedule.steps):
+        earliest, latest = _window(problem, schedule, step)
+        if not earliest <= step.before <= latest:
+            found.add(i)
+    return found
+
+
+def _window(problem: Problem, schedule: Schedule, step: ScheduledStep) -> tuple[int, int]:
+    """The first and the last position of a step, whatever the others'."""
+    bucket = schedule.buckets[step.bucket]
+    if step.kind == "launch":
+        return max(member.ready for member in schedule.members(problem, step.bucket)), len(problem.ops)
+    if step.kind == "wait" and bucket.kind == "gather":
+        return 0, min(problem.gathers[i].first_use for i in bucket.members)
+    return 0, len(problem.ops)
+
+
+def _may_merge(problem: Problem, schedule: Schedule, a: int, b: int) -> bool:
+    first, second = (schedule.buckets[number] for number in (a, b))
+    return first.kind == second.kind and (schedule.members(problem, a)[0].key == schedule.members(problem, b)[0].key)
 
 
 def _merged(schedule: Schedule, a: int, b: int) -> Schedule:

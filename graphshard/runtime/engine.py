@@ -61,7 +61,7 @@ class Engine:
     def __init__(self, model: nn.Module, options: Options, planning: Planning | None = None) -> None:
         self.model = model
         self.options = options
-        self.units = fsdp2.find_units(model)
+        self.units = fsdp2.sharded_units(model)
         self.context = context = self._make_context(planning)
         self.shards = self.table_class(model, self.units, context.report)
         self._programs = UnitPrograms(context)

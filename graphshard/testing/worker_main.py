@@ -103,7 +103,7 @@ def serve(station: Station, connection: Connection) -> None:
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
     )
     gc.collect()
-    gc.freeze()  # collecting before each task then looks only at what tasks left behind
+    gc.freeze()  # collections look only at what tasks leave behind
     connection.send_bytes(pickle.dumps(Reply(0)))
     while True:
         try:
@@ -151,10 +151,11 @@ def _reply_to(task: Task, station: Station, store: Store) -> Reply:
 def _prepare(task: Task, station: Station, store: Store) -> None:
     os.ftruncate(1, 0)  # each task's output starts anew
     sys.path[:] = list(task.sys_path)
+    torch.compiler.reset()
     if dist.is_initialized():
         gc.collect()  # models in reference cycles hold groups, and groups hold threads and sockets
         dist.destroy_process_group()
-    torch.compiler.reset()
+        gc.freeze()  # what torch keeps of each compilation: to look through it took half of a long session
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     take_device(station.device, station.rank)

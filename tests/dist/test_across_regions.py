@@ -304,8 +304,18 @@ def order_per_unit() -> None:
     )
 
 
-def test_each_region_gathers_for_the_next_and_reduces_behind(two_ranks: WorkerPool) -> None:
-    two_ranks.run(order_per_unit)
+def order_between_breaks() -> None:
+    _, backward = passes_of(Stages, models.sequences(0, 0), "model")
+    assert " ".join(backward) == (
+        "gather gather wait compute reduce "  # of the last unit, and ahead
+        "wait gather compute wait reduce "  # of the first unit of the region: left to go on behind it
+        "wait gather compute wait reduce wait compute wait reduce wait"
+    )
+
+
+@pytest.mark.parametrize("order", [order_per_unit, order_between_breaks])
+def test_each_region_gathers_for_the_next_and_reduces_behind(two_ranks: WorkerPool, order: Callable[[], None]) -> None:
+    two_ranks.run(order)
 
 
 def gather_that_nobody_awaits() -> list[str]:
@@ -345,6 +355,54 @@ def test_ranks_with_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> N
         assert "of the inference of 'root': ranks differ in the units that they use, in order" in text
         assert f"got 'layers.{mine}: " in text
         assert f"on rank {rank} and 'layers.{theirs}: " in text
+
+
+def units_used_twice_in_other_orders() -> str:
+    torch.manual_seed(0)
+    model = graphshard.compile(
+        Skipping(LAYERS), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit"
+    )
+    x = models.tokens(0, 0)
+    with torch.no_grad():
+        model.order = (0, 1, 0, 1)
+        model(*x)
+        model.order = (0, 1, 1, 0) if torch.distributed.get_rank() else (0, 0, 1, 1)
+        with pytest.raises(RanksDiffer, match="do not step on its gradients") as error:
+            model(*x)
+    return str(error.value)
+
+
+def test_units_that_are_used_twice_in_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> None:
+    for text in two_ranks.run(units_used_twice_in_other_orders):
+        assert "ranks differ in the units that they use, in order" in text
+
+
+class TwoHeads(nn.Module):
+    """Each rank takes the loss of its own head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.Mlp()
+        self.heads = nn.ModuleList(models.Mlp() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [head(self.body(x)) for head in self.heads]
+        return heads[torch.distributed.get_rank()]
+
+
+def backwards_of_other_heads() -> str:
+    torch.manual_seed(0)
+    model = graphshard.compile(TwoHeads(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
+    with pytest.raises(RanksDiffer) as error:
+        for _ in range(2):  # what the first has shown is followed by the second
+            loss_of(model, models.features(0, 0)).backward()
+    return str(error.value)
+
+
+def test_ranks_with_backwards_of_other_regions_raise_on_both_sides(two_ranks: WorkerPool) -> None:
+    for rank, text in enumerate(two_ranks.run(backwards_of_other_heads)):
+        assert "backward of 'root': ranks differ in the order of their regions" in text
+        assert f"got 'backward of heads.{rank}' on rank {rank}" in text
 
 
 # -- choices of users

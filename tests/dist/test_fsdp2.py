@@ -31,7 +31,7 @@ def sharded(model: nn.Module, **options: Any) -> Any:
 def flat_shards() -> list[int]:
     model = sharded(models.Uneven())
     fsdp2.lazy_init(model)
-    (unit,) = fsdp2.find_units(model)
+    (unit,) = fsdp2.sharded_units(model)
     for param in unit.params:
         local = param.parameter.to_local()  # type: ignore[attr-defined]
         assert param.flat_shard.dim() == 1
@@ -48,7 +48,7 @@ def test_flat_shards_have_one_size_on_all_ranks(four_ranks: WorkerPool) -> None:
 
 def names_and_owners() -> None:
     model = sharded(models.Decoder(layers=2, tied=True))
-    units = fsdp2.find_units(model)
+    units = fsdp2.sharded_units(model)
     assert [unit.name for unit in units] == ["", "layers.0", "layers.1"]
     tied = units[0].params[0]
     assert tied.owners == [(model.embed, "weight"), (model.head, "weight")]
@@ -79,7 +79,7 @@ def test_units_names_and_flags(two_ranks: WorkerPool) -> None:
 def delivered_gradients() -> None:
     model = sharded(models.Uneven())
     fsdp2.lazy_init(model)
-    (unit,) = fsdp2.find_units(model)
+    (unit,) = fsdp2.sharded_units(model)
     rank = torch.distributed.get_rank()
     hooked: list[Any] = []
     for param in unit.params:
@@ -128,7 +128,7 @@ def test_forward_hooks_come_back_to_their_places(two_ranks: WorkerPool) -> None:
 def watched() -> None:
     model = sharded(models.Decoder(layers=2))
     fsdp2.lazy_init(model)
-    shards = [Shard(p, unit, "weight", 0, Report()) for unit in fsdp2.find_units(model) for p in unit.params]
+    shards = [Shard(p, unit, "weight", 0, Report()) for unit in fsdp2.sharded_units(model) for p in unit.params]
 
     def changed() -> bool:
         result = watch.changed()
@@ -164,7 +164,7 @@ def test_changed_parameters_are_noticed(two_ranks: WorkerPool) -> None:
 
 def unreduced() -> None:
     model = sharded(models.Decoder(layers=2))
-    units = fsdp2.find_units(model)
+    units = fsdp2.sharded_units(model)
 
     def backward() -> Tensor:
         loss: Tensor = model(*models.tokens(0, 0)).square().mean()
