@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-# Tests without ranks run so many at once; those with ranks one after the other, each keeps two cores busy.
+# So many tests run at once: of those with ranks each would use three quarters of two cores.
 TEST_PROCESSES ?= 2
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 DEMO_FLAGS ?=
@@ -41,8 +41,7 @@ check: lint types
 	$(BIN)/python -m pytest tests/graph tests/kernels $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests/graph tests/kernels tests/gpu $(IN_PARALLEL) $(PYTEST_FLAGS)
-	$(BIN)/python -m pytest tests/dist $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutations

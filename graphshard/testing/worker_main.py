@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from graphshard.compat.groups import forget_meshes
 from graphshard.testing.devices import take_device
 from graphshard.testing.functions import FunctionName
 
@@ -152,6 +153,7 @@ def _prepare(task: Task, station: Station, store: Store) -> None:
     os.ftruncate(1, 0)  # each task's output starts anew
     sys.path[:] = list(task.sys_path)
     torch.compiler.reset()
+    forget_meshes()
     if dist.is_initialized():
         gc.collect()  # models in reference cycles hold groups, and groups hold threads and sockets
         dist.destroy_process_group()

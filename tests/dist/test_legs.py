@@ -10,17 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from test_contract import Blocks, break_in, equal, features, trained
+from test_contract import Blocks, break_in, equal, features, impatient, trained
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.errors import RanksDiffer
 from graphshard.testing import WorkerPool
 
-# Ranks wait for others to break likewise for a quarter of it.
-DEADLINE_S = 12.0
 
-
+@impatient()
 def broken_beside_others(who: int, options: dict[str, Any]) -> None:
     """On all ranks, graphs break in the second block; on one of them, later, in those around it, too."""
     rank = dist.get_rank()
@@ -30,7 +28,7 @@ def broken_beside_others(who: int, options: dict[str, Any]) -> None:
         if step == 0:  # other code than that of the block in which all break: compiled when it breaks
             model.layers[3].at_break = torch.compiler.disable(lambda: None)
 
-    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, deadline_s=DEADLINE_S, **options)
+    got, want, report = trained(Blocks, lambda step: features(step, 4), prepare, **options)
     equal(got, want)
     assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
 
@@ -90,12 +88,13 @@ def called_again() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(models.DIM), first, second, first)
 
 
+@impatient()
 def torn(who: int) -> None:
     def prepare(model: Any, step: int) -> None:
         for block in model[1:]:
             block.tears = dist.get_rank() == who and step >= 1
 
-    got, want, report = trained(called_again, lambda step: features(step, 4), prepare, deadline_s=DEADLINE_S)
+    got, want, report = trained(called_again, lambda step: features(step, 4), prepare)
     equal(got, want)
     assert any("graph breaks leave parts" in note for note in report.notes) == (dist.get_rank() == who)
 
@@ -125,11 +124,12 @@ class Scaled(Blocks):
         return out
 
 
+@impatient()
 def left_out(who: int) -> None:
     torch.manual_seed(0)
     plain: Any = Scaled()
     model: Any = graphshard.compile(
-        copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager", deadline_s=DEADLINE_S
+        copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager"
     )
     for step in range(3):
         plain.leaves_out = model.leaves_out = step > 0 and dist.get_rank() == who
