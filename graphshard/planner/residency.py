@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, best_schedule
 from graphshard.planner.costs import most_gathered_bytes
 from graphshard.planner.memory_floor import least_memory
@@ -54,8 +55,9 @@ def choose_residency(forward: Problem, backward: Problem, budget_bytes: int) -> 
     best, best_us = 0, _step_us(forward, backward, budget_bytes)
     tried = sorted({low, low // 2, low // 4, low // 8, min(low, 1)} - {0})
     for count in tried:
-        us = _step_us(*with_residency(forward, backward, frozenset(order[:count])), budget_bytes)
-        if us < best_us * (1.0 - _WORTH):
+        problems = with_residency(forward, backward, frozenset(order[:count]))
+        most_us = best_us * (1.0 - _WORTH)
+        if sum(map(lower_bound_us, problems)) < most_us and (us := _step_us(*problems, budget_bytes)) < most_us:
             best, best_us = count, us
     return frozenset(order[:best])
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from graphshard.compat.groups import forget_meshes
+from graphshard.compat.interpreter import with_room
 from graphshard.testing.devices import take_device
 from graphshard.testing.functions import FunctionName
 
@@ -142,7 +143,7 @@ def _reply_to(task: Task, station: Station, store: Store) -> Reply:
         function = task.function.load()
         with warnings.catch_warnings():
             _set_warning_filters(task.function.module)
-            result: Any = function(*pickle.loads(task.arguments))
+            result: Any = with_room(function, *pickle.loads(task.arguments))
         return Reply(task.number, result=pickle.dumps(result))
     except BaseException as error:  # SystemExit, pytest's own outcomes: everything is the task's
         last_line = traceback.format_exception_only(error)[-1].strip()

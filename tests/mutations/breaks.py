@@ -25,7 +25,7 @@ MUTATIONS = (
         "graphshard/runtime/region_orders.py",
         "                posted.compare()\n",
         "                pass\n",
-        ("tests/dist/test_across_regions.py", "-k", "backwards_of_other"),
+        ("tests/dist/test_order_agreement.py", "-k", "backwards_of_other"),
     ),
     Mutation(
         "the last reduction of a region is not left to go on behind it",

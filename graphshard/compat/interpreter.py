@@ -1,0 +1,33 @@
+"""What is private of CPython's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A frame that asks for so many slots gets a chunk of its own, which has nearly as many left for those of its callees.
+_SLOTS = 1 << 18
+
+
+def _called(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return function(*args, **kwargs)
+
+
+_called_with_room = FunctionType(_called.__code__.replace(co_stacksize=_SLOTS), globals())
+
+
+def with_room(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls `function` where the frames of all that it calls fit into one chunk of memory.
+
+    Since 3.11 CPython keeps frames in chunks of 16 KiB, and gives a chunk back when the last frame in it ends. Where a
+    loop happens to call from the end of one, each call maps and unmaps memory: 7 us instead of 0.05. Tracing a model
+    calls so much, so deep, that it takes up to 1.4 times as long, depending on how deep it is called from.
+
+    Costs 10 us.
+    """
+    result: T = _called_with_room(function, *args, **kwargs)
+    return result

@@ -1,0 +1,82 @@
+"""Ranks that use regions in other orders than each other are told so, and what they have mixed."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from test_across_regions import LAYERS, Skipping, loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.errors import RanksDiffer
+from graphshard.testing import WorkerPool
+
+
+def rank_runs_layers_backwards() -> str:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = graphshard.compile(Skipping(LAYERS), mesh, backend="aot_eager", regions="unit")
+    if torch.distributed.get_rank() == 1:
+        model.order = (0, 2, 1)
+    x = models.tokens(0, 0)
+    with torch.no_grad(), pytest.raises(RanksDiffer) as error:
+        model(*x)
+    return str(error.value)
+
+
+def test_ranks_with_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> None:
+    texts = two_ranks.run(rank_runs_layers_backwards)
+    for rank, (text, (mine, theirs)) in enumerate(zip(texts, ((1, 2), (2, 1)), strict=True)):
+        assert "of the inference of 'root': ranks differ in the units that they use, in order" in text
+        assert f"got 'layers.{mine}: " in text
+        assert f"on rank {rank} and 'layers.{theirs}: " in text
+
+
+def units_used_twice_in_other_orders() -> str:
+    torch.manual_seed(0)
+    model = graphshard.compile(
+        Skipping(LAYERS), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit"
+    )
+    x = models.tokens(0, 0)
+    with torch.no_grad():
+        model.order = (0, 1, 0, 1)
+        model(*x)
+        model.order = (0, 1, 1, 0) if torch.distributed.get_rank() else (0, 0, 1, 1)
+        with pytest.raises(RanksDiffer, match="do not step on its gradients") as error:
+            model(*x)
+    return str(error.value)
+
+
+def test_units_that_are_used_twice_in_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> None:
+    for text in two_ranks.run(units_used_twice_in_other_orders):
+        assert "ranks differ in the units that they use, in order" in text
+
+
+class TwoHeads(nn.Module):
+    """Each rank takes the loss of its own head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.Mlp()
+        self.heads = nn.ModuleList(models.Mlp() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [head(self.body(x)) for head in self.heads]
+        return heads[torch.distributed.get_rank()]
+
+
+def backwards_of_other_heads() -> str:
+    torch.manual_seed(0)
+    model = graphshard.compile(TwoHeads(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
+    with pytest.raises(RanksDiffer) as error:
+        for _ in range(2):  # what the first has shown is followed by the second
+            loss_of(model, models.features(0, 0)).backward()
+    return str(error.value)
+
+
+def test_ranks_with_backwards_of_other_regions_raise_on_both_sides(two_ranks: WorkerPool) -> None:
+    for rank, text in enumerate(two_ranks.run(backwards_of_other_heads)):
+        assert "backward of 'root': ranks differ in the order of their regions" in text
+        assert f"got 'backward of heads.{rank}' on rank {rank}" in text
