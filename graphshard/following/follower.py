@@ -270,7 +270,7 @@ class Follower:
         return followed
 
     def reads_outside(self, shard: Shard) -> None:
-        """Is told that a parameter is read outside any graph."""
+        """Is told that a parameter is gathered to be read outside any graph."""
         if self.forward is None and self._is_in_legs and not self._holdings.forward.in_backward:
             self._route.use(shard)
 

@@ -53,11 +53,12 @@ class OutsideReads:
     def read(self, shard: Shard) -> Tensor:
         """One parameter, full size, in the middle of a forward that no graph covers."""
         self._touch(shard)
+        sends = shard.full is None
         if not self.bring(shard):
             self._holdings.gathers.gather_whole(self._holdings.split.in_forward(frozenset([shard.unit]), broken=True))
         owner = shard.fqn.rpartition(".")[0] or "the root"
         self._report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
-        return self._gather(shard, None, None)
+        return self._gather(shard, sends, None, None)
 
     def read_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
         """One parameter, full size, for a graph that runs uncompiled.
@@ -69,17 +70,20 @@ class OutsideReads:
         """
         shard = self._holdings.shards.at(leaf)
         self._touch(shard)
-        return self._gather(shard, forward, backward)
+        return self._gather(shard, shard.full is None, forward, backward)
 
     def _touch(self, shard: Shard) -> None:
         """What is gathered by hand must have arrived."""
         self._holdings.forward.touched.add(shard.unit)
         self._holdings.gathers.finish_used([shard.unit])
 
-    def _gather(self, shard: Shard, forward: ProgramRecord | None, backward: ProgramRecord | None) -> Tensor:
+    def _gather(
+        self, shard: Shard, sends: bool, forward: ProgramRecord | None, backward: ProgramRecord | None
+    ) -> Tensor:
         key = (id(shard), torch.is_grad_enabled())
         if (full := self._gathered.get(key)) is None:
-            self._follower.reads_outside(shard)
+            if sends:  # one rank alone may look at what is there
+                self._follower.reads_outside(shard)
             gathered: Tensor = _Read.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
             if (node := gathered.grad_fn) is not None:
                 node.call = self._follower.outside_call(shard, node)  # type: ignore[attr-defined]

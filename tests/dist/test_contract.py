@@ -152,8 +152,8 @@ def longer_sequences() -> None:
     equal(got, want)
 
 
-def test_longer_sequences_on_one_rank(two_ranks: WorkerPool) -> None:
-    two_ranks.run(longer_sequences)
+def test_longer_sequences_on_one_rank(four_ranks: WorkerPool) -> None:
+    four_ranks.run(longer_sequences)
 
 
 class Sums(nn.Module):

@@ -54,6 +54,42 @@ def test_units_that_are_used_twice_in_other_orders_raise_on_both_sides(two_ranks
         assert "ranks differ in the units that they use, in order" in text
 
 
+class Watched(nn.Module):
+    """Looks at its scale between its layers, where told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.DIM))
+        self.layers = nn.ModuleList(models.Mlp() for _ in range(2))
+        self.seen: list[float] = []
+        self.looks = False
+
+    @torch.compiler.disable
+    def look(self) -> None:
+        if self.looks:
+            self.seen.append(self.scale.detach().sum().item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x * self.scale)
+        self.look()
+        return self.layers[1](x) * self.scale
+
+
+def one_rank_looks() -> list[float]:
+    torch.manual_seed(0)
+    model = graphshard.compile(
+        Watched(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit", deadline_s=8
+    )
+    for step in range(3):
+        model.looks = step == 2 and torch.distributed.get_rank() == 0
+        loss_of(model, models.features(step, torch.distributed.get_rank())).backward()
+    return model.seen
+
+
+def test_one_rank_may_look_at_a_gathered_parameter_between_regions(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(one_rank_looks) == [[models.DIM], []]
+
+
 class TwoHeads(nn.Module):
     """Each rank takes the loss of its own head."""
 
