@@ -17,13 +17,13 @@ from graphshard.planner import (
     ReductionTask,
     Schedule,
     Transfer,
-    best_schedule,
     check_schedule,
     fsdp2_schedule,
     realised_schedule,
     simulate,
 )
 from graphshard.planner.schedule import StepKind
+from graphshard.planner.search import searched
 
 TRANSFER = Transfer(0, ((1.0, 1.0),))
 
@@ -55,7 +55,9 @@ def stretched(problem: Problem, factor: int) -> Problem:
 
 @given(problems(own=False), st.integers(1, 3), st.booleans(), st.booleans())
 def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: int, hints: bool, early: bool) -> None:
-    planned = best_schedule(problem, 10**9, trials=20).schedule
+    found = searched(problem, 10**9, trials=20).best
+    assert found is not None
+    planned = found.schedule()
     buckets = launches(planned)
     number_of = {bucket: number for number, bucket in enumerate(buckets)}
     steps = [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
