@@ -13,7 +13,7 @@ from graphshard.planner.problem import Problem
 # More units stay only where the step falls by more than this part.
 _WORTH = 0.001
 # So much of a search is enough to compare.
-_TRIALS = 60
+_TRIALS = 12
 
 
 def with_residency(forward: Problem, backward: Problem, units: frozenset[str]) -> tuple[Problem, Problem]:

@@ -245,6 +245,8 @@ def _move_boundaries(search: Search) -> None:
         for shifted in _shifted(search.best.candidate, _FEW):
             improved |= search.try_candidate(shifted)
         for gathers, number, places in moves:
+            if search.trials_left <= 0:
+                break
             for toggled in _toggled(search.best.candidate, gathers, number, places):
                 improved |= search.try_candidate(toggled)
         before = search.best
