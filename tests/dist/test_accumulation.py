@@ -284,3 +284,29 @@ def test_gradients_in_other_strides_are_accumulated(run: TrainingRun) -> None:
         loss = model(*models.images(microbatch, run.rank)).square().mean()
         loss.backward()
     run.observe(loss, model)
+
+
+class Shifted(nn.Module):
+    """The gradients of both parameters are what `backward` is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(4, models.DIM)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one + self.other
+
+
+@training_test(tolerance=BITWISE)
+def test_gradients_that_are_an_argument_of_backward_leave_it_as_it_is(run: TrainingRun) -> None:
+    torch.manual_seed(0)
+    model: Any = run.shard(Shifted())
+    given = [torch.randn(4, models.DIM, generator=models.generator(index, run.rank)) for index in range(3)]
+    for index, grad in enumerate(given):
+        model.set_requires_gradient_sync(index == 2)
+        before = grad.clone()
+        model(torch.ones(4, models.DIM)).backward(grad)
+        assert torch.equal(grad, before)
+        if index < 2:
+            grad.zero_()  # the caller's own
+    run.observe(grad.sum(), model)
