@@ -24,6 +24,7 @@ from graphshard.passes import (
     fuse_copies,
     insert_collectives,
     order_launches,
+    outline_blocks,
     share_reads,
     tag_reshard,
 )
@@ -61,6 +62,7 @@ PROGRAM = (
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
     Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True),
     Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
+    Pass("outline_blocks", outline_blocks.decide, outline_blocks.apply, optional=True),
     Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
     Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),

@@ -96,6 +96,36 @@ def compile_graph_inductor(
     return compiled
 
 
+def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """Inductor's code for a part of a program, whose results have the strides that they have in the graph.
+
+    Args:
+        gm: the part. It is rewritten.
+        inputs: fake values of its arguments.
+        kwargs: of the whole program.
+    """
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
+    with _without_stride_reports():
+        compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
+    return compiled
+
+
+@contextmanager
+def _without_stride_reports() -> Iterator[None]:
+    """Inductor tells AOTAutograd the strides of results; those of a part are not those of the program."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    reported, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = reported
+
+
 def generated_code(compiled: object) -> str | None:
     """Source of the code that Inductor generated; None for anything else."""
     source = getattr(compiled, "source_code", None)

@@ -130,6 +130,7 @@ class PassContext:
         params: the sharded parameters by the name of the placeholder that holds their shard.
         flags: the run-time state that the program is lowered for.
         planner: chooses buckets and their places for the marked graph; None: FSDP2's.
+        outlines: whether what it places stays at the seams of equal blocks, which are compiled once.
         fuses: whether copies to and from flat buffers become one operator each.
         coalesces: whether a bucket is sent without a flat buffer: takes ``"gather"`` or ``"reduce"`` and its members,
             as `member_names` names them; None: no bucket is.
@@ -139,6 +140,7 @@ class PassContext:
     params: Mapping[str, ParamRef] = field(default_factory=dict)
     flags: Flags = Flags()
     planner: Callable[[Graph, PassContext], ProgramPlan | None] | None = None
+    outlines: bool = False
     fuses: bool = False
     coalesces: Callable[[str, Sequence[str]], bool] | None = None
 

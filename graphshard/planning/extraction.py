@@ -54,14 +54,14 @@ def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozense
     reductions = reduction_tasks(place, markers, ctx, costs, memory)
     own = own_collectives(place, costs)
     times = [_node_us(node, markers, scene.cost) for node in nodes]
-    begins = _begins(gathers, reductions, own)
-    ops = join_ops(nodes, times, memory.computation_bytes(), begins, cuts)
-    at = ops.position
+    begins, wanted = _begins(gathers, own), _wanted(gathers, reductions)
+    ops = join_ops(nodes, times, memory.computation_bytes(), begins, wanted, cuts)
+    at, behind = ops.position, ops.behind
     gathers = [
-        replace(task, first_use=at[task.first_use], last_use=at[task.last_use], ready=at[task.ready])
+        replace(task, first_use=at[task.first_use], last_use=at[task.last_use], ready=behind[task.ready])
         for task in gathers
     ]
-    reductions = [replace(task, ready=at[task.ready]) for task in reductions]
+    reductions = [replace(task, ready=behind[task.ready]) for task in reductions]
     return Problem(
         ctx.direction,
         ops.names,
@@ -82,12 +82,16 @@ def _node_us(node: Node, markers: PlannedMarkers, cost: CostModel) -> float:
     return cost.compute_us(node)
 
 
-def _begins(
-    gathers: Sequence[GatherTask], reductions: Sequence[ReductionTask], own: Sequence[OwnCollective]
-) -> set[int]:
+def _begins(gathers: Sequence[GatherTask], own: Sequence[OwnCollective]) -> set[int]:
+    """Places that cannot be moved: of what is computed before it is gathered, and of the model's own collectives."""
+    found = {place for task in gathers if task.ready for place in (task.first_use, task.ready)}
+    return found | {place for c in own for place in (c.launch, c.wait)}
+
+
+def _wanted(gathers: Sequence[GatherTask], reductions: Sequence[ReductionTask]) -> set[int]:
     """Places at which something may be launched, is needed or becomes free."""
     found = {place for task in gathers for place in (task.first_use, task.ready, task.last_use + 1)}
-    return found | {task.ready for task in reductions} | {place for c in own for place in (c.launch, c.wait)}
+    return found | {task.ready for task in reductions}
 
 
 def _with_early_grads(ops: JoinedOps, reductions: Sequence[ReductionTask], begun: Sequence[int]) -> tuple[int, ...]:

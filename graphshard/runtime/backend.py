@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard.compat.dynamo import boxed_graph, ends_in_graph_break
+from graphshard.compat.dynamo import ends_in_graph_break
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
-    compile_graph_inductor,
     compile_region_aot,
     compile_region_inductor,
     source_digest,
@@ -27,6 +26,7 @@ from graphshard.compat.interpreter import with_room
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
+from graphshard.lowering.bodies import Bodies
 from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -82,6 +82,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
     runtime_of = weakref.ref(runtime)
     partitioner = Partitioner(runtime.context)
     inductor = name == "inductor"
+    bodies = Bodies() if inductor else None
 
     def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runtime = runtime_of()
@@ -99,7 +100,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             len(inputs),
             ends_in_graph_break(gm),
             _input_grads(runtime, inputs),
-            compile_graph_inductor if inductor else _run_as_is,
+            bodies,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
         compile_region = compile_region_inductor if inductor else compile_region_aot
@@ -125,10 +126,6 @@ def _input_grads(runtime: ModelRuntime, inputs: Sequence[Any]) -> int:
     """How many inputs besides shards need a gradient."""
     leaves = {id(shard.leaf) for shard in runtime.holdings.shards}
     return sum(isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves for value in inputs)
-
-
-def _run_as_is(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    return boxed_graph(gm)
 
 
 def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable[..., Any]:

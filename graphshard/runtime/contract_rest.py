@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from graphshard.compat.dynamo import boxed_graph
 from graphshard.following.part_programs import PartPrograms
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -53,5 +52,5 @@ class Rest:
 
 def rest_of_contracts(runtime: ModelRuntime) -> Rest:
     """Runs its programs operator by operator, in a region of its own."""
-    own = region.Region(runtime, -1, {}, 0, False, 0, lambda gm, inputs, kwargs: boxed_graph(gm), {})
+    own = region.Region(runtime, -1, {}, 0, False, 0, None, {})
     return Rest(runtime, own.parts)

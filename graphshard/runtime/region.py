@@ -20,10 +20,11 @@ from graphshard.graph.ir import (
     Direction,
     output_args,
 )
+from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.program_runner import ProgramRunner
 from graphshard.runtime.program_selection import ProgramSelection
-from graphshard.runtime.region_lowering import CompileGraph, RegionLowering
+from graphshard.runtime.region_lowering import RegionLowering
 from graphshard.state.call_state import forward_states
 from graphshard.state.calls import BackwardRequest, Calls
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, SplitGraph, marked_graph, split_graph
@@ -44,7 +45,7 @@ class Region:
         num_inputs: number of these inputs.
         broken: whether a graph break ends the graph.
         input_grads: how many inputs besides shards need a gradient.
-        compile_graph: makes code of a lowered graph.
+        bodies: compiles what programs compute; None: they run as they are.
         patches: compiler configuration for programs that are compiled late.
     """
 
@@ -56,7 +57,7 @@ class Region:
         num_inputs: int,
         broken: bool,
         input_grads: int,
-        compile_graph: CompileGraph,
+        bodies: Bodies | None,
         patches: dict[str, Any],
     ) -> None:
         self.number = number
@@ -64,7 +65,7 @@ class Region:
         self._input_grads = input_grads
         self._patches = patches
         self._split: SplitGraph | None = None
-        self._lowering = RegionLowering(runtime, number, positions, num_inputs, compile_graph)
+        self._lowering = RegionLowering(runtime, number, positions, num_inputs, bodies)
         self._runner = ProgramRunner(self._lowering)
         self._selection = ProgramSelection(self._lowering, broken)
         self.parts = PartPrograms(self._runner, self._lowering)

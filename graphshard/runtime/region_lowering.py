@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
+from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import generated_code
 from graphshard.compat.results import hide_results
 from graphshard.errors import UnsupportedModel
@@ -29,6 +30,7 @@ from graphshard.graph.ir import (
 from graphshard.graph.plan import Decision
 from graphshard.graph.printer import format_graph
 from graphshard.kernels import fuses_on
+from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.driver import Lowered
 from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.passes.apply_residency import REJOINED
@@ -46,7 +48,6 @@ from graphshard.state.signatures import contract_params, ordered_units, program_
 from graphshard.state.unit_state import KEEP
 
 # Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
-CompileGraph = Callable[[GraphModule, Sequence[Any], dict[str, Any]], BoxedCallable]
 
 
 class RegionLowering:
@@ -57,7 +58,7 @@ class RegionLowering:
         number: of the region.
         positions: shards by their position among the region's inputs; not kept alive either.
         num_inputs: number of these inputs.
-        compile_graph: makes code of a lowered graph.
+        bodies: compiles what programs compute; None: they run as they are.
 
     Attributes:
         structure_of: tells by which structure other ranks know its programs (see `signatures`).
@@ -71,13 +72,13 @@ class RegionLowering:
         number: int,
         positions: dict[int, Shard],
         num_inputs: int,
-        compile_graph: CompileGraph,
+        bodies: Bodies | None,
     ) -> None:
         self._runtime = weakref.ref(runtime)
         self.number = number
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._num_inputs = num_inputs
-        self._compile_graph = compile_graph
+        self._bodies = bodies
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self.structure = ""
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
@@ -179,7 +180,8 @@ class RegionLowering:
             params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
             params |= {REJOINED + name: post_forward_ref(params[name]) for name in flags.rejoined}
             fuses = fuses_on(binding.device, context.report.say_once)
-            ctx = PassContext(graph.direction, params, flags, fuses=fuses)
+            outlines = self._bodies is not None and self._planner is not None and self._planner.chooses
+            ctx = PassContext(graph.direction, params, flags, outlines=outlines, fuses=fuses)
             title, text = self._title(graph), f"{graph.part} {flags}".lstrip()
             named = program_flags(text, context.name)
             if contract is not None:
@@ -214,7 +216,12 @@ class RegionLowering:
         """Code of a lowered graph. `late`: the compilation of the region is over."""
         runnable = with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            run = self._compile_graph(runnable, _inputs(graph, runnable), graph.kwargs)
+            run: BoxedCallable
+            if self._bodies is None:
+                run = boxed_graph(runnable)
+            else:
+                say = self.runtime.context.report.say_once
+                run = self._bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)
         if not late:
             hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
         return run

@@ -1,0 +1,172 @@
+"""Cuts a lowered program into what runs by itself, node by node, and stretches of computation between.
+
+Launches, waits and the copies of buckets run by themselves, in the order of the graph. What is computed between two of
+them, or from one seam (``meta["seam"]``) to the next, is a stretch. Stretches with equal keys compute the same of other
+values: those of equal blocks, and of programs of other flags.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
+from graphshard.graph.ir import LAUNCHES, WAIT, is_call
+
+_BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Nodes that are computed together.
+
+    Attributes:
+        nodes: in order.
+        inputs: nodes outside that they read, and then placeholders of symbols in their sizes.
+        outputs: those of them that are read outside.
+        shapes: where the symbols in their sizes have a meaning; None: there are none.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    shapes: object
+
+    def key(self) -> str:
+        """Equal for stretches that compute the same; names of nodes are not in it."""
+        names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
+        names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
+        lines = [_kind(node.meta.get("val")) for node in self.inputs]
+        for node in self.nodes:
+            if node.op == "get_attr":
+                lines.append(_attribute(node))
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
+                lines.append(f"{node.target} {args} {kwargs}")
+        return "\n".join([*lines, " ".join(names[node] for node in self.outputs)])
+
+    def module(self, gm: GraphModule) -> GraphModule:
+        """The stretch as a graph of its own. `gm`: it is of."""
+        graph, copies = Graph(), dict[Node, Node]()
+        for place, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"arg{place}_1")
+            copies[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return GraphModule(gm, graph)
+
+
+class _Name(str):
+    """A name in a key, printed as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+    return f"{type(value).__name__} {value}"
+
+
+def _attribute(node: Node) -> str:
+    owner: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        owner = getattr(owner, name)
+    return owner.code if isinstance(owner, GraphModule) else f"{node.target} {id(owner)}"
+
+
+def undivided(graph: Graph) -> str:
+    """Why a program cannot be cut; ``""``: it can be."""
+    for node in graph.nodes:
+        if any(str(symbol).startswith(("u", "zuf")) for symbol in _free_symbols(node.meta.get("val"))):
+            return f"the size of {node.name} depends on values"
+        if "with_effects" in str(node.target):
+            return f"{node.name} has effects besides its results"
+    return ""
+
+
+def cut(graph: Graph) -> list[Node | Stretch]:
+    """What a program does, in order: nodes that run by themselves, and stretches."""
+    found: list[Node | tuple[Node, ...]] = []
+    running: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or node in running:
+            continue
+        if _runs_by_itself(node):
+            if running and (node.target in _BY_ITSELF or not running.keys().isdisjoint(node.all_input_nodes)):
+                found.append(tuple(running))
+                running.clear()
+            found.append(node)
+        elif node.op == "get_attr":
+            continue  # with each stretch that reads it
+        else:
+            if running and node.meta.get("seam"):
+                found.append(tuple(running))
+                running.clear()
+            running.update(dict.fromkeys(_with_parts(node)))
+    if running:
+        found.append(tuple(running))
+    symbols = _symbols(graph)
+    return [_stretch(nodes, symbols) if isinstance(nodes, tuple) else nodes for nodes in found]
+
+
+def _runs_by_itself(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return _runs_by_itself(node.args[0])
+    if node.target in _BY_ITSELF or "bucket_of" in node.meta or isinstance(node.meta.get("val"), _SYMBOLS):
+        return True
+    return any(is_call(user, GATHER_INTO) and user.kwargs["out"] is node for user in node.users)
+
+
+def _with_parts(node: Node) -> Iterator[Node]:
+    """A node, and those that take its results apart."""
+    yield node
+    for user in node.users:
+        if is_call(user, operator.getitem):
+            yield from _with_parts(user)
+
+
+def _stretch(nodes: Sequence[Node], symbols: dict[str, Node]) -> Stretch:
+    inside = dict.fromkeys(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    attributes = [node for node in read if node.op == "get_attr"]
+    inputs = [node for node in read if node.op != "get_attr"]
+    values = [node.meta.get("val") for node in (*inputs, *nodes)] if symbols else []
+    needed = {str(symbol) for value in values for symbol in _free_symbols(value)}
+    inputs += [symbols[name] for name in sorted(needed & symbols.keys()) if symbols[name] not in read]
+    shapes = next((symbols[name].meta["val"].node.shape_env for name in needed & symbols.keys()), None)
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    return Stretch((*attributes, *nodes), tuple(inputs), outputs, shapes)
+
+
+def _symbols(graph: Graph) -> dict[str, Node]:
+    """Placeholders of single symbols, by name."""
+    found: dict[str, Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found.setdefault(str(value), node)
+    return found
+
+
+def _free_symbols(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _free_symbols(part)
+    elif isinstance(value, Tensor):
+        for size in (*value.shape, *value.stride(), value.storage_offset()):
+            yield from _free_symbols(size)
+    elif isinstance(value, _SYMBOLS):
+        yield from value.node.expr.free_symbols

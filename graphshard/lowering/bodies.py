@@ -1,0 +1,53 @@
+"""Compiled bodies of stretches, each made once for all that are equal: in one program, and in all of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from graphshard import env
+from graphshard.compat.inductor import compile_body, compile_graph_inductor, generated_code
+from graphshard.graph.stretches import Stretch, cut, undivided
+from graphshard.lowering.flat_program import Body, FlatProgram, Run
+
+
+class Bodies:
+    """Those of one model."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[tuple[object, ...], Body] = {}
+
+    def __len__(self) -> int:
+        return len(self._bodies)
+
+    def compile_program(
+        self, gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any], say: Callable[[str], None]
+    ) -> Run:
+        """Code of a lowered program, by Inductor.
+
+        Args:
+            gm: the program.
+            inputs: example values of its arguments.
+            kwargs: of Inductor, for the whole.
+            say: is told, once, why a program is compiled as a whole.
+        """
+        if env.is_disabled("outline_blocks"):
+            return compile_graph_inductor(gm, inputs, kwargs)
+        if why := undivided(gm.graph):
+            say(f"a program is compiled as a whole, equal blocks one by one: {why}")
+            return compile_graph_inductor(gm, inputs, kwargs)
+        steps = cut(gm.graph)
+        return FlatProgram(
+            gm, steps, {step: self._body(step, gm, kwargs) for step in steps if isinstance(step, Stretch)}
+        )
+
+    def _body(self, stretch: Stretch, gm: GraphModule, kwargs: dict[str, Any]) -> Body:
+        # Symbols have their meaning in one capture only.
+        key = stretch.key(), stretch.shapes, kwargs.get("is_backward")
+        if (found := self._bodies.get(key)) is None:
+            values = [node.meta["val"] for node in stretch.inputs]
+            run = compile_body(stretch.module(gm), values, kwargs)
+            found = self._bodies[key] = Body(run, generated_code(run))
+        return found

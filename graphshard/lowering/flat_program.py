@@ -1,0 +1,121 @@
+"""Python source of a program that calls compiled bodies: each value is dropped before the last call that reads it.
+
+buf = torch.ops._c10d_functional.wait_tensor.default(all_gather)
+x, weight, = ...                      # by themselves: launches, waits, copies of buckets
+read = [hidden, weight]; del weight
+relu, addmm, = body_0(read)           # a stretch; the body frees what only it still reads
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.compat.tensors import is_torch_operator
+from graphshard.graph.ir import output_args
+from graphshard.graph.stretches import Stretch
+
+# Takes a list of arguments, which it empties, and returns its results.
+Run = Callable[[list[Any]], Sequence[Any]]
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """Code for all stretches that are equal, and its source, if there is one."""
+
+    run: Run
+    source: str | None
+
+
+class FlatProgram:
+    """A program as source.
+
+    Args:
+        gm: the program.
+        steps: of `graph.stretches.cut`.
+        bodies: of its stretches.
+
+    Attributes:
+        source_code: of the program, and of the bodies behind it, once each.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, Body]) -> None:
+        numbers = {body: number for number, body in enumerate(dict.fromkeys(bodies.values()))}
+        self._globals: dict[str, Any] = {"torch": torch, "operator": operator}
+        self._globals |= {f"body_{number}": body.run for body, number in numbers.items()}
+        names = {stretch: f"body_{numbers[body]}" for stretch, body in bodies.items()}
+        lines = [*self._lines(gm, steps, names), ""]
+        sources = [f"# body_{number}\n{body.source}" for body, number in numbers.items() if body.source is not None]
+        self.source_code = "\n".join([*lines, *sources])
+        # Named like a file, so that tracebacks and the watchdog find the lines.
+        file = f"<graphshard program {next(_numbers)}>"
+        linecache.cache[file] = (len(lines), None, [f"{line}\n" for line in lines], file)
+        exec(compile("\n".join(lines), file, "exec"), self._globals)
+        self._program: Run = self._globals["program"]
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        return self._program(args)
+
+    def _lines(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, str]) -> list[str]:
+        last = _last_reads(gm.graph, steps)
+        arguments = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        lines = ["def program(args):"]
+        if arguments:
+            lines += [f"    {', '.join(arguments)}, = args", "    args.clear()"]
+        unread = [name for node in gm.graph.find_nodes(op="placeholder") if node not in last for name in (node.name,)]
+        lines += [f"    del {', '.join(unread)}"] * bool(unread)
+        for place, step in enumerate(steps):
+            read = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
+            done = ", ".join(node.name for node in read if last[node] == place)
+            if isinstance(step, Stretch):
+                lines.append(f"    read = [{', '.join(node.name for node in step.inputs)}]")
+                lines += [f"    del {done}"] * bool(done)
+                results = "".join(f"{node.name}, " for node in step.outputs)
+                lines.append(f"    {results and results + '= '}{bodies[step]}(read)")
+            else:
+                unused = "" if step in last else "; del " + step.name
+                lines.append(f"    {step.name} = {self._call(step)}{unused}")
+                lines += [f"    del {done}"] * bool(done)
+        results = ", ".join(self._text(value) for value in output_args(gm.graph))
+        return [*lines, f"    return [{results}]"]
+
+    def _call(self, node: Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self._text(node.args[0])}[{self._text(node.args[1])}]"
+        name = f"torch.ops.{node.target}" if is_torch_operator(node.target) else self._constant(node.target)
+        given = [self._text(value) for value in node.args]
+        given += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        return f"{name}({', '.join(given)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return value.name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._text, value))}]"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = f"constant_{len(self._globals)}"
+        self._globals[name] = value
+        return name
+
+
+def _last_reads(graph: Graph, steps: Sequence[Node | Stretch]) -> dict[Node, int]:
+    """The last step that reads a value; results of the program are read behind all."""
+    last: dict[Node, int] = {}
+    for place, step in enumerate(steps):
+        last |= dict.fromkeys(step.inputs if isinstance(step, Stretch) else step.all_input_nodes, place)
+    return last | {node: len(steps) for node in output_args(graph) if isinstance(node, Node)}

@@ -1,0 +1,143 @@
+"""Finds equal blocks and the seams between and in them: planned launches and waits stay at seams, so that what is
+computed between two seams is the same in each block and is compiled once for all.
+
+Needs: a forward, backward or inference graph with markers; flags have been applied. Leaves: ``meta["seam"]`` on what
+blocks compute: whether the node begins a stretch.
+
+    block, block, block, block   ->   (a, b, c), (a, b, c), (a, b, c), (a, b, c)
+
+Source: outlining, the inverse of inlining.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from graphshard.graph.ir import PassContext, is_marker, shard_placeholder, unshards
+from graphshard.graph.repeats import Repeat, find_repeats
+
+# Fewer or shorter blocks are not worth it.
+_LEAST_BLOCKS = 4
+_LEAST_NODES = 4
+# A block is cut into so many stretches of about the same time.
+_STRETCHES = 2
+# So many elements are read or written in the time of a multiplication by each of a row of this length.
+_ROW = 64
+
+
+@dataclass(frozen=True)
+class OutlineEdit:
+    """(nodes of all blocks in order, nodes of one block, places in it that begin a stretch) for each run of equal
+    blocks.
+    """
+
+    blocks: tuple[tuple[tuple[str, ...], int, tuple[int, ...]], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
+
+    def __str__(self) -> str:
+        runs = (f"{len(names) // period} blocks from {names[0]}, seams {seams}" for names, period, seams in self.blocks)
+        return f"OutlineEdit({'; '.join(runs)})"
+
+
+def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
+    """Looks for equal blocks in what is computed. FSDP2's order is the same in each: it needs no seams."""
+    if not ctx.outlines:
+        return OutlineEdit(())
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_marker(node)]
+    if any("seam" in node.meta for node in nodes):
+        return OutlineEdit(())
+    kinds = [_kind(node) for node in nodes]
+    begins = _first_of_units(graph, ctx)
+    found = []
+    for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
+        seams = _seams(nodes, repeat, begins)
+        end = repeat.end + (0 in seams)  # where the last block ends at a seam, what is behind begins there
+        found.append((tuple(node.name for node in nodes[repeat.first : end]), repeat.period, tuple(seams)))
+    return OutlineEdit(tuple(found))
+
+
+def apply(graph: Graph, edit: OutlineEdit) -> None:
+    """Writes the seams on the nodes."""
+    by_name = {node.name: node for node in graph.nodes}
+    for names, period, seams in edit.blocks:
+        for place, name in enumerate(names):
+            by_name[name].meta["seam"] = place % period in seams
+
+
+def _kind(node: Node) -> Hashable:
+    """What a node does, whatever its arguments are called."""
+    return str((node.target, map_arg((node.args, node.kwargs), _shape)))
+
+
+def _shape(node: Node) -> Any:
+    value = node.meta.get("val")
+    return f"{value.dtype}{tuple(value.shape)}{value.stride()}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _first_of_units(graph: Graph, ctx: PassContext) -> set[Node]:
+    """What first reads parameters of another unit than what was read before: where gathers are awaited."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    first = {min(marker.users, key=place.__getitem__): marker for marker in unshards(graph) if marker.users}
+    found, unit = set(), ""
+    for node in sorted(first, key=place.__getitem__):
+        other = ctx.params[shard_placeholder(first[node]).name].unit
+        if other != unit:
+            found.add(node)
+        unit = other
+    return found
+
+
+def _seams(nodes: Sequence[Node], repeat: Repeat, begins: set[Node]) -> list[int]:
+    """Places in a block: where a unit begins, if there is one, and evenly in time where little is read across."""
+    block = range(repeat.first + repeat.period, repeat.first + 2 * repeat.period)  # one with equal neighbours
+    elapsed = [0.0]
+    for place in block:
+        elapsed.append(elapsed[-1] + _time(nodes[place]))
+    crossing = _crossing(nodes, block)
+    units = [place for place in range(repeat.period) if nodes[block.start + place] in begins]
+    chosen = [min(units or range(repeat.period), key=lambda place: (crossing[place], place))]
+    total, grain = elapsed[-1], elapsed[-1] / _STRETCHES
+    for number in range(1, _STRETCHES):
+        wanted = (elapsed[chosen[0]] + number * grain) % total
+        near = [place for place in range(repeat.period) if abs(elapsed[place] - wanted) <= grain / 3]
+        if near:
+            chosen.append(min(near, key=lambda place: (crossing[place], abs(elapsed[place] - wanted))))
+    return sorted(set(chosen))
+
+
+def _time(node: Node) -> float:
+    """A rough measure: elements that are read and written, and multiplications."""
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    sizes = [[_size(size) for size in value.shape] for value in values if isinstance(value, Tensor)]
+    elements = sum(math.prod(size) for size in sizes)
+    if "mm" in str(node.target) or "attention" in str(node.target) or "convolution" in str(node.target):
+        row = max((size[-1] for size in sizes if size), default=1)
+        return elements + max(map(math.prod, sizes), default=0) * row / _ROW
+    return elements
+
+
+def _size(size: Any) -> int:
+    return size if isinstance(size, int) else int(getattr(size.node, "hint", None) or _ROW)
+
+
+def _crossing(nodes: Sequence[Node], block: range) -> list[int]:
+    """For each place of a block, elements that are computed in front of it, and only read behind it by what is near."""
+    number = {node: place for place, node in enumerate(nodes)}
+    found = [0] * len(block)
+    for place in range(block.start - len(block), block.stop):
+        value = nodes[place].meta.get("val")
+        uses = [number[user] for user in nodes[place].users if user in number]
+        if isinstance(value, Tensor) and uses:
+            elements = math.prod(map(_size, value.shape))
+            for across in range(max(place + 1, block.start), min(max(uses) + 1, block.stop)):
+                found[across - block.start] += elements
+    return found

@@ -1,0 +1,114 @@
+"""A program that is cut into stretches computes what it did, and equal stretches are known to be equal."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.compat.dynamo import boxed_graph
+from graphshard.graph.ir import PassContext
+from graphshard.graph.stretches import Stretch, cut, undivided
+from graphshard.lowering.flat_program import Body, FlatProgram
+from graphshard.passes import outline_blocks
+
+X, WEIGHTS = torch.randn(4, 6), [torch.randn(6, 6) for _ in range(5)]
+
+
+def blocks(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    saved = []
+    for weight in weights:
+        hidden = (x @ weight).relu()
+        saved.append(hidden)
+        mean, values = hidden.mean(), hidden.max(dim=1)
+        x = x + hidden * mean + values[0].unsqueeze(1)
+    return [x, *saved]
+
+
+def outlined(function: Callable[..., Any] = blocks, *args: Any) -> GraphModule:
+    gm = make_fx(function, tracing_mode="fake")(*args or (X, WEIGHTS))
+    outline_blocks.apply(gm.graph, outline_blocks.decide(gm.graph, PassContext("forward", outlines=True)))
+    return gm
+
+
+def flat(gm: GraphModule) -> tuple[FlatProgram, int]:
+    """A flat program whose bodies run as they are, and their number."""
+    steps, bodies = cut(gm.graph), dict[str, Body]()
+    of = {
+        step: bodies.setdefault(step.key(), Body(boxed_graph(step.module(gm)), None))
+        for step in steps
+        if isinstance(step, Stretch)
+    }
+    return FlatProgram(gm, steps, of), len(bodies)
+
+
+def test_outlined_blocks_compute_what_they_did() -> None:
+    gm = outlined()
+    program, _ = flat(gm)
+    for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_equal_blocks_share_their_bodies_whatever_their_number() -> None:
+    counts = []
+    for number in (6, 12):
+        weights = [torch.randn(6, 6) for _ in range(number)]
+        counts.append(flat(outlined(blocks, X, weights))[1])
+    assert counts[0] == counts[1]
+
+
+def test_block_that_differs_has_a_body_of_its_own() -> None:
+    def changed(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        first = blocks(x, weights[:6])
+        return [*first, *blocks(torch.tanh(first[0]) * 3.0, weights[6:])]
+
+    weights = [torch.randn(6, 6) for _ in range(12)]
+    gm = outlined(changed, X, weights)
+    program, _ = flat(gm)
+    for got, want in zip(program([X, *weights]), gm(X, weights), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.t(), lambda x: x.double(), lambda x: x[:, :3]])
+def test_keys_tell_other_inputs_apart(change: Callable[[Tensor], Tensor]) -> None:
+    keys = {
+        tuple(step.key() for step in cut(make_fx(lambda x: (x * 2).exp(), tracing_mode="fake")(x).graph))  # type: ignore[union-attr]
+        for x in (torch.ones(6, 6), change(torch.ones(6, 6)))
+    }
+    assert len(keys) == 2
+
+
+def test_values_are_dropped_before_the_last_body_that_reads_them_runs() -> None:
+    gm = outlined()
+    steps = cut(gm.graph)
+    seen: list[bool] = []
+    given = torch.randn(4, 6)
+    argument = weakref.ref(given)
+
+    def looking(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def look(args: list[Any]) -> Any:
+            results = run(args)
+            seen.append(argument() is None)
+            return results
+
+        return look
+
+    bodies = {s: Body(looking(boxed_graph(s.module(gm))), None) for s in steps if isinstance(s, Stretch)}
+    args = [given, *WEIGHTS]
+    del given
+    FlatProgram(gm, steps, bodies)(args)
+    assert args == []
+    assert seen[1:] == [True] * len(seen[1:])
+
+
+def test_program_whose_sizes_depend_on_values_is_not_divided() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        gm = make_fx(lambda x: x.nonzero() * 2, tracing_mode="symbolic")(torch.ones(3))
+    assert "depends on values" in undivided(gm.graph)
+    assert undivided(outlined().graph) == ""
