@@ -33,6 +33,15 @@ def fault_dir() -> Path:
     return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
+def place_on_host() -> tuple[int, int]:
+    """This rank's number among those of its host, and how many these are, as torchrun says; else 0 of 1."""
+    try:
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, ranks) if 0 <= rank < ranks else (0, 1)
+
+
 def disabled_passes(optional: frozenset[str]) -> frozenset[str]:
     """``GRAPHSHARD_DISABLE``: names of optional passes to leave out, separated by commas.
 

@@ -25,7 +25,7 @@ from graphshard.graph.repeats import Repeat, find_repeats
 
 # Fewer or shorter blocks are not worth it.
 _LEAST_BLOCKS = 4
-_LEAST_NODES = 4
+_LEAST_NODES = 3
 # A block is cut into so many stretches of about the same time.
 _STRETCHES = 2
 # So many elements are read or written in the time of a multiplication by each of a row of this length.

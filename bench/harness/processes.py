@@ -1,7 +1,7 @@
 """Fresh processes to measure in, one per rank of a case.
 
 Nothing that another case compiled is warm: a process is a fork of one that has imported everything and run nothing, and
-its Inductor cache is a new folder. The parent asks, the process measures, so that cases can take turns.
+its Inductor cache is a new folder, which the ranks of a case share as those of a host do. The parent asks, the process measures, so that cases can take turns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _serve(
 ) -> None:
     """Runs in the process: answers calls until the parent closes the connection."""
     try:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / f"inductor-{rank}")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}  # as torchrun does
         torch.set_num_threads(1)
         # One rank needs no store that others can reach.
         store = HashStore() if world_size == 1 else FileStore(str(Path(folder) / "store"), world_size)

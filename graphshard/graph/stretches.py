@@ -21,6 +21,7 @@ from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
 from graphshard.graph.ir import LAUNCHES, WAIT, is_call
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
+_ALIGNMENT = 16
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -74,8 +75,14 @@ class _Name(str):
 
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {_is_aligned(value)}"
     return f"{type(value).__name__} {value}"
+
+
+def _is_aligned(value: Tensor) -> bool:
+    """Whether Inductor may read it in vectors; where it begins otherwise is nothing to its code."""
+    offset = value.storage_offset()
+    return isinstance(offset, int) and offset * value.element_size() % _ALIGNMENT == 0
 
 
 def _attribute(node: Node) -> str:

@@ -39,15 +39,22 @@ class Bodies:
             say(f"a program is compiled as a whole, equal blocks one by one: {why}")
             return compile_graph_inductor(gm, inputs, kwargs)
         steps = cut(gm.graph)
-        return FlatProgram(
-            gm, steps, {step: self._body(step, gm, kwargs) for step in steps if isinstance(step, Stretch)}
-        )
-
-    def _body(self, stretch: Stretch, gm: GraphModule, kwargs: dict[str, Any]) -> Body:
-        # Symbols have their meaning in one capture only.
-        key = stretch.key(), stretch.shapes, kwargs.get("is_backward")
-        if (found := self._bodies.get(key)) is None:
+        keys = {step: self._key(step, kwargs) for step in steps if isinstance(step, Stretch)}
+        missing = {key: step for step, key in keys.items() if key not in self._bodies}
+        for key in _from_own_part(list(missing)):
+            stretch = missing[key]
             values = [node.meta["val"] for node in stretch.inputs]
             run = compile_body(stretch.module(gm), values, kwargs)
-            found = self._bodies[key] = Body(run, generated_code(run))
-        return found
+            self._bodies[key] = Body(run, generated_code(run))
+        return FlatProgram(gm, steps, {step: self._bodies[key] for step, key in keys.items()})
+
+    def _key(self, stretch: Stretch, kwargs: dict[str, Any]) -> tuple[object, ...]:
+        # Symbols have their meaning in one capture only.
+        return stretch.key(), stretch.shapes, kwargs.get("is_backward")
+
+
+def _from_own_part(keys: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    """Each rank of a host begins elsewhere: what others have compiled meanwhile it finds in Inductor's cache."""
+    rank, ranks = env.place_on_host()
+    first = len(keys) * rank // ranks
+    return [*keys[first:], *keys[:first]]

@@ -35,7 +35,9 @@ class Scene:
     coalesces: Callable[[str, CollectiveKind], bool] = lambda group, kind: False
 
 
-def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None = None) -> Problem:
+def extract_problem(
+    graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None = None, exact: bool = False
+) -> Problem:
     """The problem of one marked graph. Its members are named as `member_names` names them.
 
     Args:
@@ -43,6 +45,7 @@ def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozense
         ctx: its parameters and flags.
         scene: machine and process groups.
         cuts: names of nodes that begin an op, beside those that must; None: ops are as long as their times allow.
+        exact: no other op begins but where it must.
     """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -55,7 +58,7 @@ def extract_problem(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozense
     own = own_collectives(place, costs)
     times = [_node_us(node, markers, scene.cost) for node in nodes]
     begins, wanted = _begins(gathers, own), _wanted(gathers, reductions)
-    ops = join_ops(nodes, times, memory.computation_bytes(), begins, wanted, cuts)
+    ops = join_ops(nodes, times, memory.computation_bytes(), begins, wanted, cuts, exact)
     at, behind = ops.position, ops.behind
     gathers = [
         replace(task, first_use=at[task.first_use], last_use=at[task.last_use], ready=behind[task.ready])

@@ -39,6 +39,7 @@ def join_ops(
     begins: set[int],
     wanted: set[int],
     cuts: frozenset[str] | None,
+    exact: bool = False,
 ) -> JoinedOps:
     """Joins nodes into ops.
 
@@ -49,8 +50,9 @@ def join_ops(
         begins: places at which an op must begin.
         wanted: places at which one should begin, but not inside a stretch (``meta["seam"]`` is False).
         cuts: names of nodes that begin an op besides; None: ops are as long as their times allow.
+        exact: only there, and where one must.
     """
-    closed = _inside_stretches(nodes, cuts or frozenset())
+    closed = _inside_stretches(nodes, cuts or frozenset(), exact)
     grain_us = sum(node_us) * _GRAIN
     position, behind = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)
     names: list[str] = []
@@ -81,13 +83,13 @@ def join_ops(
     return JoinedOps(tuple(names), tuple(op_us), tuple(op_bytes), tuple(position), tuple(behind))
 
 
-def _inside_stretches(nodes: Sequence[Node], cuts: frozenset[str]) -> list[bool]:
-    """For each place, whether the next node that a plan can name is in a stretch, and does not begin it."""
+def _inside_stretches(nodes: Sequence[Node], cuts: frozenset[str], exact: bool) -> list[bool]:
+    """For each place, whether no op should begin with the next node that a plan can name."""
     found = [False] * len(nodes)
     inside = False
     for place in range(len(nodes) - 1, -1, -1):
         if _is_anchor(nodes[place]):
-            inside = nodes[place].meta.get("seam") is False and nodes[place].name not in cuts
+            inside = nodes[place].name not in cuts and (exact or nodes[place].meta.get("seam") is False)
         found[place] = inside
     return found
 

@@ -186,7 +186,7 @@ class RegionPlanning:
                 self.note(f"{planning.stored_in}: not used for {name}, whose units say what they prefetch")
             return None  # users have chosen
         if planning.stored is not None:
-            extract = partial(extract_problem, graph, ctx, planning.scene)
+            extract = partial(_extract_as_stored, graph, ctx, planning.scene)
             fqns = frozenset(param.fqn for param in ctx.params.values())
             named = ProgramProblem(self._number, ctx.direction, flags, extract, planning.ranks_of, fqns)
             self.latest = replay(planning.stored, named, planning.stored_in, planning.budget_bytes)
@@ -300,6 +300,11 @@ class RegionPlanning:
             problem = extract_problem(graph, ctx, self._planning.scene)
             self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
         return self._accumulation.why if self._accumulation.reduce_each else ""
+
+
+def _extract_as_stored(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> Problem:
+    """With the ops of a stored plan, whether it was made with seams or without."""
+    return extract_problem(graph, ctx, scene, cuts, exact=cuts is not None)
 
 
 def bucket_is_coalesced(problem: Problem, kind: str, members: Sequence[str]) -> bool:

@@ -1,0 +1,68 @@
+"""Seams of equal blocks: found in marked graphs, kept by problems, and no matter to plan files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from torch.fx import Node
+
+from graphshard.cost import HARDWARE, CostModel, GroupShape
+from graphshard.graph.ir import is_marker
+from graphshard.passes import outline_blocks
+from graphshard.planner import Problem
+from graphshard.planning.extraction import Scene, extract_problem
+from tests.graph.graphs import Marked, toy_backward, toy_forward, toy_weights
+
+SCENE = Scene(CostModel(HARDWARE["h100"]), lambda group: GroupShape(2, 1))
+BLOCKS = 7
+
+
+def outlined(which: str) -> Marked:
+    marked = (toy_forward if which == "forward" else toy_backward)(toy_weights(BLOCKS))
+    edit = outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True))
+    assert edit
+    outline_blocks.apply(marked.graph, edit)
+    assert not outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True))
+    return marked
+
+
+def computed(marked: Marked) -> list[Node]:
+    return [node for node in marked.graph.nodes if node.op == "call_function" and not is_marker(node)]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_seams_come_at_the_same_place_of_each_block(which: str) -> None:
+    nodes = computed(outlined(which))
+    inside = [place for place, node in enumerate(nodes) if "seam" in node.meta]
+    assert inside == list(range(inside[0], inside[-1] + 1))
+    kinds = [[str(node.target) for node in nodes[a:b]] for a, b in pairwise(p for p in inside if nodes[p].meta["seam"])]
+    assert len(kinds) >= BLOCKS - 2
+    assert len({*map(tuple, kinds)}) <= 2
+
+
+def test_nothing_is_outlined_unless_it_is_asked_for() -> None:
+    marked = toy_forward(toy_weights(BLOCKS))
+    assert not outline_blocks.decide(marked.graph, marked.ctx)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_ops_of_a_problem_begin_at_seams_in_blocks(which: str) -> None:
+    marked = outlined(which)
+    seam = {node.name: node.meta["seam"] for node in computed(marked) if "seam" in node.meta}
+    assert all(seam.get(name, True) for name in extract_problem(marked.graph, marked.ctx, SCENE).ops)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_stored_ops_are_read_again_with_seams_and_without(which: str) -> None:
+    with_seams = outlined(which)
+    without = (toy_forward if which == "forward" else toy_backward)(toy_weights(BLOCKS))
+
+    def problem(marked: Marked, stored: Problem | None = None) -> Problem:
+        cuts = None if stored is None else frozenset(stored.ops)
+        return extract_problem(marked.graph, marked.ctx, SCENE, cuts, exact=stored is not None)
+
+    for stored, other in ((with_seams, without), (without, with_seams)):
+        want = problem(stored)
+        assert problem(other, want) == want
