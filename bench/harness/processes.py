@@ -1,7 +1,8 @@
 """Fresh processes to measure in, one per rank of a case.
 
 Nothing that another case compiled is warm: a process is a fork of one that has imported everything and run nothing, and
-its Inductor cache is a new folder, which the ranks of a case share as those of a host do. The parent asks, the process measures, so that cases can take turns.
+its Inductor cache is a new folder, which the ranks of a case share as those of a host do. The parent asks, the process
+measures, so that cases can take turns.
 """
 
 from __future__ import annotations
