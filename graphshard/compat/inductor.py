@@ -107,23 +107,31 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     output = next(iter(gm.graph.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
-    with _without_stride_reports():
+    with _apart():
         compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
     return compiled
 
 
 @contextmanager
-def _without_stride_reports() -> Iterator[None]:
-    """Inductor tells AOTAutograd the strides of results; those of a part are not those of the program."""
+def _apart() -> Iterator[None]:
+    """Hides what the tracing context says of the whole program by position: where Inductor reports the strides of
+    results, and which arguments of a backward it may overwrite.
+    """
     context = TracingContext.try_get()
     if context is None:
         yield
         return
+    metadata: Any = context.fw_metadata
     reported, context.output_strides = context.output_strides, None
+    donated = None if metadata is None else metadata.bw_donated_idxs
+    if metadata is not None:
+        metadata.bw_donated_idxs = None
     try:
         yield
     finally:
         context.output_strides = reported
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
 
 
 def generated_code(compiled: object) -> str | None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pickle
 import random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
+    compile_body,
     compile_graph_inductor,
     compile_region_inductor,
     copy_graph,
@@ -201,6 +205,21 @@ def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
     torch.testing.assert_close(result, torch.full((16,), 5 * new))
     ((before, after),) = texts
     assert before == after
+
+
+def test_body_overwrites_no_argument_that_the_whole_program_may_overwrite() -> None:
+    new = random.random()  # nothing in Inductor's cache
+    gm = make_fx(lambda x: (x.exp() * new,), tracing_mode="fake")(torch.ones(64))
+    value = next(iter(gm.graph.nodes)).meta["val"]
+    context = TracingContext(value.fake_mode)
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[0])  # type: ignore[assignment]
+    with tracing(context):
+        run = compile_body(gm, [value], {"is_backward": True})
+    assert context.fw_metadata.bw_donated_idxs == [0]
+    x = torch.zeros(64)
+    (result,) = run([x])
+    assert torch.equal(x, torch.zeros(64))
+    torch.testing.assert_close(result, torch.full((64,), new))
 
 
 def test_generated_code_is_text_or_none() -> None:
