@@ -106,8 +106,9 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     """What a program does, in order: nodes that run by themselves, and stretches."""
     found: list[Node | tuple[Node, ...]] = []
     running: dict[Node, None] = {}
+    placed: set[Node] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node in running:
+        if node.op in ("placeholder", "output") or node in placed:
             continue
         if _runs_by_itself(node):
             if running and (node.target in _BY_ITSELF or not running.keys().isdisjoint(node.all_input_nodes)):
@@ -120,7 +121,9 @@ def cut(graph: Graph) -> list[Node | Stretch]:
             if running and node.meta.get("seam"):
                 found.append(tuple(running))
                 running.clear()
-            running.update(dict.fromkeys(_with_parts(node)))
+            parts = list(_with_parts(node))
+            running.update(dict.fromkeys(parts))
+            placed.update(parts)
     if running:
         found.append(tuple(running))
     symbols = _symbols(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,16 @@ def flat(gm: GraphModule) -> tuple[FlatProgram, int]:
 
 def test_outlined_blocks_compute_what_they_did() -> None:
     gm = outlined()
+    program, _ = flat(gm)
+    for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_seam_between_an_operator_and_one_of_its_results_parts_nothing() -> None:
+    gm = outlined()
+    for node in gm.graph.nodes:
+        if node.target is operator.getitem:
+            node.meta["seam"] = True
     program, _ = flat(gm)
     for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
         assert torch.equal(got, want)
