@@ -97,7 +97,7 @@ def test_dumps_are_written_for_each_pass_that_did_something(tmp_path: Path, monk
         "region0.1.backward.9.order_launches.ir",
     ]
     assert dumps["region0.1.backward.0.captured.ir"] == format_graph(marked.graph)
-    last = dumps["region0.1.backward.8.order_launches.ir"]
+    last = dumps["region0.1.backward.9.order_launches.ir"]
     assert last == f"# {lowered.edits[-1][1]}\n{format_graph(lowered.gm.graph)}"
 
 
