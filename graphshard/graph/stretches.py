@@ -41,18 +41,17 @@ class Stretch:
     outputs: tuple[Node, ...]
     shapes: object
 
-    def key(self) -> str:
-        """Equal for stretches that compute the same; names of nodes are not in it."""
+    def key(self) -> tuple[object, ...]:
+        """Equal for stretches that compute the same; names of nodes are not in it. It keeps their constants alive."""
         names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
         names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
         lines = [_kind(node.meta.get("val")) for node in self.inputs]
         for node in self.nodes:
-            if node.op == "get_attr":
-                lines.append(_attribute(node))
-            else:
+            if node.op != "get_attr":
                 args, kwargs = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
                 lines.append(f"{node.target} {args} {kwargs}")
-        return "\n".join([*lines, " ".join(names[node] for node in self.outputs)])
+        lines.append(" ".join(names[node] for node in self.outputs))
+        return "\n".join(lines), *(_attribute(node) for node in self.nodes if node.op == "get_attr")
 
     def module(self, gm: GraphModule) -> GraphModule:
         """The stretch as a graph of its own. `gm`: it is of."""
@@ -85,11 +84,14 @@ def _is_aligned(value: Tensor) -> bool:
     return isinstance(offset, int) and offset * value.element_size() % _ALIGNMENT == 0
 
 
-def _attribute(node: Node) -> str:
-    owner: Any = node.graph.owning_module
+def _attribute(node: Node) -> object:
+    """A tensor is equal to itself alone, and so is a graph that reads some."""
+    found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
-        owner = getattr(owner, name)
-    return owner.code if isinstance(owner, GraphModule) else f"{node.target} {id(owner)}"
+        found = getattr(found, name)
+    if isinstance(found, GraphModule) and not any(found.graph.find_nodes(op="get_attr")):
+        return found.code
+    return found
 
 
 def undivided(graph: Graph) -> str:

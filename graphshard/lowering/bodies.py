@@ -50,7 +50,7 @@ class Bodies:
 
     def _key(self, stretch: Stretch, kwargs: dict[str, Any]) -> tuple[object, ...]:
         # Symbols have their meaning in one capture only.
-        return stretch.key(), stretch.shapes, kwargs.get("is_backward")
+        return *stretch.key(), stretch.shapes, kwargs.get("is_backward")
 
 
 def _from_own_part(keys: list[tuple[object, ...]]) -> list[tuple[object, ...]]:

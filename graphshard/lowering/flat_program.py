@@ -1,9 +1,11 @@
 """Python source of a program that calls compiled bodies: each value is dropped before the last call that reads it.
 
-buf = torch.ops._c10d_functional.wait_tensor.default(all_gather)
-x, weight, = ...                      # by themselves: launches, waits, copies of buckets
-read = [hidden, weight]; del weight
-relu, addmm, = body_0(read)           # a stretch; the body frees what only it still reads
+What runs by itself is a line; a stretch is the call of its body, which frees what only it still reads:
+
+    wait = torch.ops._c10d_functional.wait_tensor.default(gather)
+    _read = [hidden, weight]
+    del weight
+    relu, addmm, = body_0(_read)
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class FlatProgram:
 
     def __init__(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, Body]) -> None:
         numbers = {body: number for number, body in enumerate(dict.fromkeys(bodies.values()))}
-        self._globals: dict[str, Any] = {"torch": torch, "operator": operator}
+        self._globals: dict[str, Any] = {"torch": torch}
         self._globals |= {f"body_{number}": body.run for body, number in numbers.items()}
         names = {stretch: f"body_{numbers[body]}" for stretch, body in bodies.items()}
         lines = [*self._lines(gm, steps, names), ""]
@@ -69,20 +71,20 @@ class FlatProgram:
 
     def _lines(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, str]) -> list[str]:
         last = _last_reads(gm.graph, steps)
-        arguments = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        lines = ["def program(args):"]
+        arguments = gm.graph.find_nodes(op="placeholder")
+        lines = ["def program(_args):"]
         if arguments:
-            lines += [f"    {', '.join(arguments)}, = args", "    args.clear()"]
-        unread = [name for node in gm.graph.find_nodes(op="placeholder") if node not in last for name in (node.name,)]
-        lines += [f"    del {', '.join(unread)}"] * bool(unread)
+            lines += [f"    {', '.join(node.name for node in arguments)}, = _args", "    _args.clear()"]
+        unread = ", ".join(node.name for node in arguments if node not in last)
+        lines += [f"    del {unread}"] * bool(unread)
         for place, step in enumerate(steps):
             read = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
             done = ", ".join(node.name for node in read if last[node] == place)
             if isinstance(step, Stretch):
-                lines.append(f"    read = [{', '.join(node.name for node in step.inputs)}]")
+                lines.append(f"    _read = [{', '.join(node.name for node in step.inputs)}]")
                 lines += [f"    del {done}"] * bool(done)
                 results = "".join(f"{node.name}, " for node in step.outputs)
-                lines.append(f"    {results and results + '= '}{bodies[step]}(read)")
+                lines.append(f"    {results and results + '= '}{bodies[step]}(_read)")
             else:
                 unused = "" if step in last else "; del " + step.name
                 lines.append(f"    {step.name} = {self._call(step)}{unused}")

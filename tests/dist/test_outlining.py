@@ -49,7 +49,7 @@ def bodies(layers: int) -> list[tuple[str, int, int]]:
     model(*models.features(0, torch.distributed.get_rank())).square().mean().backward()
     codes = [(program.direction, program.code or "") for program in graphshard.report(model).programs]
     return [
-        (way, len(re.findall(r"^# body_", code, re.MULTILINE)), len(re.findall(r"= body_\d+\(read", code)))
+        (way, len(re.findall(r"^# body_", code, re.MULTILINE)), len(re.findall(r"= body_\d+\(_read", code)))
         for way, code in codes
     ]
 

@@ -40,7 +40,7 @@ def outlined(function: Callable[..., Any] = blocks, *args: Any) -> GraphModule:
 
 def flat(gm: GraphModule) -> tuple[FlatProgram, int]:
     """A flat program whose bodies run as they are, and their number."""
-    steps, bodies = cut(gm.graph), dict[str, Body]()
+    steps, bodies = cut(gm.graph), dict[object, Body]()
     of = {
         step: bodies.setdefault(step.key(), Body(boxed_graph(step.module(gm)), None))
         for step in steps
@@ -93,6 +93,22 @@ def test_keys_tell_other_inputs_apart(change: Callable[[Tensor], Tensor]) -> Non
         for x in (torch.ones(6, 6), change(torch.ones(6, 6)))
     }
     assert len(keys) == 2
+
+
+def test_stretches_with_other_constants_have_other_keys() -> None:
+    constants = [torch.ones(6), torch.zeros(6)]
+
+    def keys(number: int) -> list[tuple[object, ...]]:
+        gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.ones(6))
+        (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        gm.register_buffer("constant", constants[number])
+        with gm.graph.inserting_before(add):
+            attribute = gm.graph.get_attr("constant")
+        add.update_arg(1, attribute)
+        return [step.key() for step in cut(gm.graph) if isinstance(step, Stretch)]
+
+    assert keys(0) == keys(0)
+    assert hash(keys(0)[0]) != hash(keys(1)[0])
 
 
 def test_values_are_dropped_before_the_last_body_that_reads_them_runs() -> None:
