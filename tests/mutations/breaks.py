@@ -21,6 +21,20 @@ MUTATIONS = (
         ("tests/dist/test_accumulation.py", "-k", "argument_of"),
     ),
     Mutation(
+        "a body overwrites arguments that only the whole program may overwrite",
+        "graphshard/compat/inductor.py",
+        "        metadata.bw_donated_idxs = None\n",
+        "        pass\n",
+        ("tests/graph/test_compat.py", "-k", "overwrites"),
+    ),
+    Mutation(
+        "stretches of other inputs share a body",
+        "graphshard/graph/stretches.py",
+        'lines = [_kind(node.meta.get("val")) for node in self.inputs]',
+        "lines = []",
+        ("tests/graph/test_stretches.py",),
+    ),
+    Mutation(
         "an order that other ranks do not have is followed",
         "graphshard/runtime/region_orders.py",
         "                posted.compare()\n",
