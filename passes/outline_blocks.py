@@ -87,7 +87,8 @@ def _first_of_units(graph: Graph, ctx: PassContext) -> set[Node]:
     """What first reads parameters of another unit than what was read before: where gathers are awaited."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     first = {min(marker.users, key=place.__getitem__): marker for marker in unshards(graph) if marker.users}
-    found, unit = set(), ""
+    found: set[Node] = set()
+    unit: str | None = None
     for node in sorted(first, key=place.__getitem__):
         other = ctx.params[shard_placeholder(first[node]).name].unit
         if other != unit:

@@ -19,9 +19,6 @@ class Bodies:
     def __init__(self) -> None:
         self._bodies: dict[tuple[object, ...], Body] = {}
 
-    def __len__(self) -> int:
-        return len(self._bodies)
-
     def compile_program(
         self, gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any], say: Callable[[str], None]
     ) -> Run:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,6 @@ class FlatProgram:
         source_code: of the program, and of the bodies behind it, once each.
     """
 
-    _boxed_call = True
-
     def __init__(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, Body]) -> None:
         numbers = {body: number for number, body in enumerate(dict.fromkeys(bodies.values()))}
         self._globals: dict[str, Any] = {"torch": torch}
@@ -62,6 +61,7 @@ class FlatProgram:
         self.source_code = "\n".join([*lines, *sources])
         # Named like a file, so that tracebacks and the watchdog find the lines.
         file = f"<graphshard program {next(_numbers)}>"
+        weakref.finalize(self, linecache.cache.pop, file, None)
         linecache.cache[file] = (len(lines), None, [f"{line}\n" for line in lines], file)
         exec(compile("\n".join(lines), file, "exec"), self._globals)
         self._program: Run = self._globals["program"]

@@ -47,8 +47,6 @@ from graphshard.state.shards import Shard
 from graphshard.state.signatures import contract_params, ordered_units, program_key, shown_state
 from graphshard.state.unit_state import KEEP
 
-# Compiles a lowered graph: (graph, example inputs, the compiler's own arguments) -> code.
-
 
 class RegionLowering:
     """Makes the programs of one region.

@@ -7,13 +7,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import models
+import pytest
 import torch
-from test_models import INDUCTOR
+from test_models import INDUCTOR, sgd
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.testing import TrainingRun, WorkerPool, training_test
+from graphshard.lowering.driver import after_lowering
+from graphshard.testing import TrainingRun, WorkerPool, check_parity, training_test
 
 
 class Block(nn.Module):
@@ -28,16 +31,19 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks of which the last is wider."""
+    """Equal blocks, and a last layer that is none."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, checkpointed: bool = False, tied: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.last = nn.Linear(models.DIM, 3)
+        if tied:
+            self.layers[4].up.weight = self.layers[1].up.weight
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         out: Tensor = self.last(x)
         return out
 
@@ -75,3 +81,25 @@ def test_outlined_blocks_accumulate(run: TrainingRun) -> None:
             run.observe(loss, model)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def planned(options: dict[str, bool]) -> None:
+    seams: list[int] = []
+    with after_lowering(lambda gm, direction: seams.append(sum(node.meta.get("seam", False) for node in gm.graph.nodes))):
+        check_parity(
+            build=lambda: Stack(6, **options),
+            inputs=models.growing_features,
+            mesh=init_device_mesh("cpu", (2,)),
+            backend="inductor",
+            steps=3,
+            tolerance=INDUCTOR,
+            optimizer=sgd,
+            options={"plan": "auto"},
+            expect_collectives=None,
+        )
+    assert seams and min(seams) >= 5, seams
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointed": True}, {"tied": True}], ids=str)
+def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool, options: dict[str, bool]) -> None:
+    two_ranks.run(planned, options)

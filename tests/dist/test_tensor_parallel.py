@@ -128,8 +128,10 @@ def check_whole_values(model: nn.Module, plain: nn.Module, axes: tuple[str, ...]
     ("dim", "local", "reshard", "checkpointed"),
     [
         (16, True, True, False),
+        pytest.param(16, False, True, False, marks=dtensor_activations),
         pytest.param(16, False, False, True, marks=dtensor_activations),
-        pytest.param(3, False, False, False, marks=dtensor_activations),
+        pytest.param(5, False, False, False, marks=dtensor_activations),
+        pytest.param(3, False, True, False, marks=dtensor_activations),
         pytest.param(17, False, True, True, marks=dtensor_activations),
     ],
 )
