@@ -97,7 +97,8 @@ def _attribute(node: Node) -> object:
 def undivided(graph: Graph) -> str:
     """Why a program cannot be cut; ``""``: it can be."""
     for node in graph.nodes:
-        if any(str(symbol).startswith(("u", "zuf")) for symbol in _free_symbols(node.meta.get("val"))):
+        symbols = {str(s) for size in _symbolic_sizes(node.meta.get("val")) for s in size.node.expr.free_symbols}
+        if any(symbol.startswith(("u", "zuf")) for symbol in symbols):
             return f"the size of {node.name} depends on values"
         if "with_effects" in str(node.target):
             return f"{node.name} has effects besides its results"
@@ -155,10 +156,10 @@ def _stretch(nodes: Sequence[Node], symbols: dict[str, Node]) -> Stretch:
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     attributes = [node for node in read if node.op == "get_attr"]
     inputs = [node for node in read if node.op != "get_attr"]
-    values = [node.meta.get("val") for node in (*inputs, *nodes)] if symbols else []
-    needed = {str(symbol) for value in values for symbol in _free_symbols(value)}
+    sizes = [size for node in (*inputs, *nodes) for size in _symbolic_sizes(node.meta.get("val"))]
+    needed = {str(symbol) for size in sizes for symbol in size.node.expr.free_symbols}
     inputs += [symbols[name] for name in sorted(needed & symbols.keys()) if symbols[name] not in read]
-    shapes = next((symbols[name].meta["val"].node.shape_env for name in needed & symbols.keys()), None)
+    shapes = sizes[0].node.shape_env if sizes else None
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     return Stretch((*attributes, *nodes), tuple(inputs), outputs, shapes)
 
@@ -173,12 +174,12 @@ def _symbols(graph: Graph) -> dict[str, Node]:
     return found
 
 
-def _free_symbols(value: Any) -> Iterator[Any]:
+def _symbolic_sizes(value: Any) -> Iterator[Any]:
+    """Of a value: what is a symbol, or computed from some."""
     if isinstance(value, (tuple, list)):
         for part in value:
-            yield from _free_symbols(part)
+            yield from _symbolic_sizes(part)
     elif isinstance(value, Tensor):
-        for size in (*value.shape, *value.stride(), value.storage_offset()):
-            yield from _free_symbols(size)
+        yield from _symbolic_sizes((*value.shape, *value.stride(), value.storage_offset()))
     elif isinstance(value, _SYMBOLS):
-        yield from value.node.expr.free_symbols
+        yield value

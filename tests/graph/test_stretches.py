@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.graph.ir import PassContext
 from graphshard.graph.stretches import Stretch, cut, undivided
+from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.flat_program import Body, FlatProgram
 from graphshard.passes import outline_blocks
 
@@ -58,10 +60,17 @@ def test_outlined_blocks_compute_what_they_did() -> None:
 
 def test_seam_between_an_operator_and_one_of_its_results_parts_nothing() -> None:
     gm = outlined()
-    for node in gm.graph.nodes:
-        if node.target is operator.getitem:
-            node.meta["seam"] = True
+    parts = gm.graph.find_nodes(op="call_function", target=operator.getitem)
+    for part in parts:
+        if not part.users:
+            continue
+        user = next(iter(part.users))
+        part.args[0].next.next.meta["seam"] = True
+        user.prepend(part)
+        user.prev.prev.meta["seam"] = True
     program, _ = flat(gm)
+    inside = [node for step in cut(gm.graph) if isinstance(step, Stretch) for node in step.nodes]
+    assert parts and len(inside) == len(set(inside))
     for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
         assert torch.equal(got, want)
 
@@ -87,7 +96,15 @@ def test_block_that_differs_has_a_body_of_its_own() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.t(), lambda x: x.double(), lambda x: x[:, :3]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t(),
+        lambda x: x.double(),
+        lambda x: x[:, :3],
+        lambda x: torch.ones(37)[1:].view(6, 6),  # begins where no vector may
+    ],
+)
 def test_keys_tell_other_inputs_apart(change: Callable[[Tensor], Tensor]) -> None:
     keys = {
         tuple(step.key() for step in cut(make_fx(lambda x: (x * 2).exp(), tracing_mode="fake")(x).graph))  # type: ignore[union-attr]
@@ -140,3 +157,44 @@ def test_program_whose_sizes_depend_on_values_is_not_divided() -> None:
         gm = make_fx(lambda x: x.nonzero() * 2, tracing_mode="symbolic")(torch.ones(3))
     assert "depends on values" in undivided(gm.graph)
     assert undivided(outlined().graph) == ""
+
+
+def compiled(bodies: Bodies, *graphs: GraphModule, is_backward: bool = False) -> list[str]:
+    """What is compiled for programs, one after the other: the last operator of each stretch."""
+    asked: list[str] = []
+
+    def compile_body(gm: GraphModule, inputs: object, kwargs: object) -> Callable[[list[Any]], Any]:
+        asked.append([str(node.target) for node in gm.graph.nodes if node.op == "call_function"][-1])
+        return boxed_graph(gm)
+
+    with mock.patch("graphshard.lowering.bodies.compile_body", compile_body):
+        for gm in graphs:
+            bodies.compile_program(gm, (), {"is_backward": is_backward}, lambda line: pytest.fail(line))
+    return asked
+
+
+def traced(mode: str) -> GraphModule:
+    return make_fx(lambda x: (x * 2).exp(), tracing_mode=mode)(torch.ones(6, 6))
+
+
+def test_bodies_are_shared_between_programs_but_for_symbols_of_other_captures() -> None:
+    assert len(compiled(Bodies(), traced("fake"), traced("fake"))) == 1
+    assert len(compiled(Bodies(), traced("symbolic"), traced("symbolic"))) == 2
+    bodies = Bodies()
+    assert len(compiled(bodies, traced("fake"))) == len(compiled(bodies, traced("fake"), is_backward=True)) == 1
+
+
+def test_ranks_of_a_host_begin_with_other_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> Tensor:
+        return ((x * 2).exp() @ x).sin()
+
+    gm = make_fx(function, tracing_mode="fake")(torch.ones(6, 6))
+    for node in gm.graph.nodes:
+        node.meta["seam"] = True
+    orders = []
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        orders.append(compiled(Bodies(), gm))
+    assert len(orders[0]) == 4
+    assert orders[1] == [*orders[0][2:], *orders[0][:2]]
