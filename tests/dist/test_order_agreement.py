@@ -60,19 +60,22 @@ class Watched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(models.DIM))
-        self.layers = nn.ModuleList(models.Mlp() for _ in range(2))
+        self.layers = nn.ModuleList(models.Mlp() for _ in range(3))
         self.seen: list[float] = []
         self.looks = False
 
     @torch.compiler.disable
     def look(self) -> None:
         if self.looks:
-            self.seen.append(self.scale.detach().sum().item())
+            with torch.no_grad():
+                self.seen.append(float(self.scale.sum()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x * self.scale)
+        torch._dynamo.graph_break()
+        x = self.layers[1](x)
         self.look()
-        return self.layers[1](x) * self.scale
+        return self.layers[2](x) * self.scale
 
 
 def one_rank_looks() -> list[float]:
