@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from graphshard.graph.ir import PassContext, is_marker, shard_placeholder, unshards
 from graphshard.graph.repeats import Repeat, find_repeats
+from graphshard.graph.stretches import looks_up_seed
 
 # Fewer or shorter blocks are not worth it.
 _LEAST_BLOCKS = 4
@@ -75,7 +76,8 @@ def apply(graph: Graph, edit: OutlineEdit) -> None:
 
 def _kind(node: Node) -> Hashable:
     """What a node does, whatever its arguments are called."""
-    return str((node.target, map_arg((node.args, node.kwargs), _shape)))
+    args = node.args[:1] if looks_up_seed(node) else node.args
+    return str((node.target, map_arg((args, node.kwargs), _shape)))
 
 
 def _shape(node: Node) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,14 @@ if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overla
 
 
 def source_digest() -> str:
-    """Digest of all sources of graphshard, for cache keys."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256(torch.__version__.encode())
+    """Digest of torch's version and of all sources of graphshard, for cache keys."""
+    return hashlib.sha256(f"{torch.__version__} {_sources()}".encode()).hexdigest()
+
+
+@cache
+def _sources() -> str:
+    """Digest of what this process runs, or nearly: it has imported most of it."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import FunctionType
 from typing import ParamSpec, TypeVar
 
@@ -31,3 +32,13 @@ def with_room(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     result: T = _called_with_room(function, *args, **kwargs)
     return result
+
+
+def roomy(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that is always called so, for those that trace or lower."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return with_room(function, *args, **kwargs)
+
+    return called

@@ -65,14 +65,6 @@ class Activity:
         """Notes that no program runs any more."""
         self.run = None
 
-    def begin_tracing(self, _: object) -> None:
-        """Notes that Dynamo begins to compile."""
-        self.tracing = True
-
-    def end_tracing(self, _: object) -> None:
-        """Notes that Dynamo compiles no more."""
-        self.tracing = False
-
     def set_compiling(self, what: str) -> None:
         """Notes what is being compiled from now on; empty: nothing."""
         self.compiling = (what, time.monotonic()) if what else None

@@ -20,6 +20,7 @@ from graphshard.faults.place import frames_of_error, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.watchdog import is_watched, own_status, running
 from graphshard.reporting.measuring import timed
+from graphshard.reporting.progress import progress
 from graphshard.reporting.report import NamedShard, ProgramRecord
 
 log = logging.getLogger("graphshard")
@@ -61,7 +62,17 @@ ENTRIES.add(run_program.__code__)
 
 def note_compiles() -> None:
     """Has it noted when Dynamo compiles. Before each call that it may compile: `torch.compiler.reset` ends it."""
-    tell_of_compiles(activity.begin_tracing, activity.end_tracing)
+    tell_of_compiles(_begin_tracing, _end_tracing)
+
+
+def _begin_tracing(_: object) -> None:
+    activity.tracing = True
+    progress.begin("torch.compile traces")
+
+
+def _end_tracing(_: object) -> None:
+    activity.tracing = False
+    progress.end()
 
 
 def _located(error: RuntimeError) -> CommunicationFailed | None:
@@ -91,9 +102,11 @@ def compiling(model: str, what: str) -> Iterator[None]:
     outer = activity.compiling
     activity.set_compiling(what)
     _say(model, what)
+    progress.begin(f"graphshard compiles {what} of {model}")
     try:
         yield
     finally:
+        progress.end()
         activity.compiling = outer
         _say(model, "" if outer is None else outer[0])
 

@@ -133,12 +133,19 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     return [_stretch(nodes, symbols) if isinstance(nodes, tuple) else nodes for nodes in found]
 
 
+def looks_up_seed(node: Node) -> bool:
+    """Whether it takes one of a program's seeds by its number: all that is other in equal blocks with dropout."""
+    return str(node.target) == "prims.inductor_lookup_seed.default"
+
+
 def _runs_by_itself(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return _runs_by_itself(node.args[0])
-    if node.target in _BY_ITSELF or "bucket_of" in node.meta or isinstance(node.meta.get("val"), _SYMBOLS):
+    if node.target in _BY_ITSELF or looks_up_seed(node) or "bucket_of" in node.meta:
+        return True
+    if isinstance(node.meta.get("val"), _SYMBOLS):
         return True
     return any(is_call(user, GATHER_INTO) and user.kwargs["out"] is node for user in node.users)
 

@@ -11,6 +11,7 @@ from graphshard import env
 from graphshard.compat.inductor import compile_body, compile_graph_inductor, generated_code
 from graphshard.graph.stretches import Stretch, cut, undivided
 from graphshard.lowering.flat_program import Body, FlatProgram, Run
+from graphshard.reporting.progress import progress
 
 
 class Bodies:
@@ -38,7 +39,8 @@ class Bodies:
         steps = cut(gm.graph)
         keys = {step: self._key(step, kwargs) for step in steps if isinstance(step, Stretch)}
         missing = {key: step for step, key in keys.items() if key not in self._bodies}
-        for key in _from_own_part(list(missing)):
+        for done, key in enumerate(_from_own_part(list(missing))):
+            progress.count(done, len(missing))
             stretch = missing[key]
             values = [node.meta["val"] for node in stretch.inputs]
             run = compile_body(stretch.module(gm), values, kwargs)

@@ -27,8 +27,6 @@ from graphshard.planner import (
     Schedule,
     Tasks,
     accumulation_choice,
-    best_schedule,
-    choose_residency,
     fixed_size_schedule,
     fsdp2_schedule,
     is_coalesced,
@@ -38,6 +36,7 @@ from graphshard.planner import (
     with_residency,
 )
 from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.plan_cache import remembered_residency, remembered_schedule
 from graphshard.planning.realising import realise
 from graphshard.version import __version__
 
@@ -233,11 +232,11 @@ class RegionPlanning:
 
     def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
         try:
-            return best_schedule(problem, budget_bytes)
+            return remembered_schedule(problem, budget_bytes)
         except BudgetTooSmall as error:
             if self._behind is not None and problem.direction == "forward":
                 try:  # to say all that a step needs at once
-                    best_schedule(self._behind, budget_bytes)
+                    remembered_schedule(self._behind, budget_bytes)
                 except BudgetTooSmall as its:
                     raise BudgetTooSmall(f"{error}; {its}") from None
             raise
@@ -284,7 +283,7 @@ class RegionPlanning:
             return None if stored.kept is None else list(stored.kept)
         if not planning.keeps:
             return None
-        return sorted(choose_residency(forward, backward, planning.budget_bytes or self._step_bytes))
+        return sorted(remembered_residency(forward, backward, planning.budget_bytes or self._step_bytes))
 
     def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.compat.dynamo import BackendCompilerFailed
+from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import module_call
 from graphshard.errors import RanksDiffer
 from graphshard.faults import note_compiles
@@ -71,7 +72,10 @@ class EntryPoints:
             return module_call(module, *args, **kwargs)
         if (kind := self._kinds.get(id(module))) is None:
             kind = self._kinds[id(module)] = shared_code_key(module)
-        if (function := self._functions.get((kind, method))) is None:
+        note_compiles()
+        try:
+            if (function := self._functions.get((kind, method))) is not None:
+                return function(module, args, kwargs)
             body = module_call if method is None else method.body
             function = self._functions[kind, method] = torch.compile(
                 marked_classes.entry_point(type(module), body),
@@ -79,9 +83,7 @@ class EntryPoints:
                 fullgraph=self._options.fullgraph,
                 dynamic=self._options.dynamic,
             )
-        note_compiles()
-        try:
-            return function(module, args, kwargs)
+            return with_room(function, module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
                 raise error.inner_exception from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.fx import GraphModule
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import generated_code
+from graphshard.compat.interpreter import roomy
 from graphshard.compat.results import hide_results
 from graphshard.errors import UnsupportedModel
 from graphshard.faults import compiling
@@ -46,6 +48,8 @@ from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
 from graphshard.state.shards import Shard
 from graphshard.state.signatures import contract_params, ordered_units, program_key, shown_state
 from graphshard.state.unit_state import KEEP
+
+log = logging.getLogger("graphshard")
 
 
 class RegionLowering:
@@ -152,6 +156,7 @@ class RegionLowering:
                     "parameter has its place among the inputs; run this model with `graphshard.eager(model)`"
                 )
 
+    @roomy
     def lower(
         self,
         graph: MarkedGraph,
@@ -202,6 +207,7 @@ class RegionLowering:
                 **communication_facts(lowered.gm.graph, binding.shards),
             )
             context.report.programs.append(record)
+            log.info("graphshard: %s: passes %.1f s, compiled in %.1f s", title, record.passes_s, record.compile_s)
             return Program(run, record, convention, contract)
 
     def _title(self, graph: MarkedGraph) -> str:

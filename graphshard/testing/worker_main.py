@@ -94,6 +94,7 @@ def serve(station: Station, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what Ctrl-C means
     os.environ.clear()  # the fork server's, which may be older than this pool
     os.environ.update(station.environment)
+    os.environ |= {"LOCAL_RANK": str(station.rank), "LOCAL_WORLD_SIZE": str(station.world_size)}  # as torchrun does
     _redirect_output(station)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -15,28 +16,33 @@ from torch.utils.checkpoint import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.compat.dynamo import boxed_graph
 from graphshard.lowering.driver import after_lowering
 from graphshard.testing import TrainingRun, WorkerPool, check_parity, training_test
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(models.DIM)
         self.up, self.down = nn.Linear(models.DIM, 2 * models.DIM), nn.Linear(2 * models.DIM, models.DIM)
+        self.dropout = nn.Dropout(0.1) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(torch.relu(self.up(self.norm(x))))
-        return x + hidden
+        dropped: Tensor = self.dropout(hidden)
+        return x + dropped
 
 
 class Stack(nn.Module):
     """Equal blocks, and a last layer that is none."""
 
-    def __init__(self, layers: int, checkpointed: bool = False, tied: bool = False) -> None:
+    def __init__(
+        self, layers: int, checkpointed: bool = False, tied: bool = False, dropout: bool = False
+    ) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
         self.last = nn.Linear(models.DIM, 3)
         if tied:
             self.layers[4].up.weight = self.layers[1].up.weight
@@ -48,23 +54,22 @@ class Stack(nn.Module):
         return out
 
 
-def bodies(layers: int) -> list[tuple[str, int, int]]:
-    """Of each program of a step: its direction, its bodies, and the calls of them."""
+def bodies(layers: int, dropout: bool) -> list[tuple[str, int, int]]:
+    """Of each program of a step: its direction, its bodies, and the calls of them. None is compiled."""
     torch.manual_seed(0)
-    model: Any = graphshard.compile(Stack(layers), init_device_mesh("cpu", (2,)))
-    model(*models.features(0, torch.distributed.get_rank())).square().mean().backward()
-    codes = [(program.direction, program.code or "") for program in graphshard.report(model).programs]
-    return [
-        (way, len(re.findall(r"^# body_", code, re.MULTILINE)), len(re.findall(r"= body_\d+\(_read", code)))
-        for way, code in codes
-    ]
+    model: Any = graphshard.compile(Stack(layers, dropout=dropout), init_device_mesh("cpu", (2,)))
+    with mock.patch.object(graphshard.lowering.bodies, "compile_body", lambda gm, *_: boxed_graph(gm)):
+        model(*models.features(0, torch.distributed.get_rank())).square().mean().backward()
+    calls = {p.direction: re.findall(r"(body_\d+)\(_read", p.code or "") for p in graphshard.report(model).programs}
+    return [(direction, len(set(called)), len(called)) for direction, called in calls.items()]
 
 
-def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool) -> None:
-    few, many = (two_ranks.run(bodies, layers)[0] for layers in (6, 12))
+@pytest.mark.parametrize("dropout", [False, True])
+def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool, dropout: bool) -> None:
+    few, many = (two_ranks.run(bodies, layers, dropout)[0] for layers in (6, 12))
     for (direction, count, calls), (_, more_count, more_calls) in zip(few, many, strict=True):
         assert more_count <= count + 1, direction  # a bucket may end in the middle of a block
-        assert more_calls > calls, direction
+        assert more_calls >= calls + 6, direction  # one or more of each block
 
 
 @training_test(backends=("inductor",), tolerance=INDUCTOR)
@@ -100,6 +105,6 @@ def planned(options: dict[str, bool]) -> None:
     assert seams and min(seams) >= 5, seams
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointed": True}, {"tied": True}], ids=str)
+@pytest.mark.parametrize("options", [{"checkpointed": True}, {"tied": True}], ids=str)
 def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool, options: dict[str, bool]) -> None:
     two_ranks.run(planned, options)

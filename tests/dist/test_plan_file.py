@@ -111,11 +111,11 @@ def test_replay_gives_the_same_graphs_and_bits(
 
 def keeps_what_was_kept(path: str) -> None:
     chosen = frozenset({"1"})
-    with mock.patch("graphshard.planning.planning.choose_residency", return_value=chosen):
+    with mock.patch("graphshard.planning.planning.remembered_residency", return_value=chosen):
         model, inputs = mlps(**SMALL, memory_budget=10**9)
         values = step(model, inputs)
     save(model, path)
-    with mock.patch("graphshard.planning.planning.choose_residency", side_effect=AssertionError("the file says")):
+    with mock.patch("graphshard.planning.planning.remembered_residency", side_effect=AssertionError("the file says")):
         again, inputs = mlps(path, **SMALL)
         for a, b in zip(step(again, inputs), values, strict=True):
             assert torch.equal(a, b)

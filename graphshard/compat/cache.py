@@ -1,0 +1,74 @@
+"""Entries of a cache beside Inductor's, which `torch.compiler.save_cache_artifacts` carries with the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+log = logging.getLogger("graphshard")
+
+_TYPE = "graphshard"
+
+
+@CacheArtifactFactory.register
+class PlanArtifact(CacheArtifact):
+    """An entry on its way to another machine."""
+
+    def populate_cache(self) -> None:
+        """Writes it into the cache of this one."""
+        if self.key.isalnum():
+            _write(self.key, self.content)
+        else:
+            log.warning("graphshard: cache: artifact %.40r is ignored: that is no key", self.key)
+
+    @staticmethod
+    def type() -> str:
+        """Its name among the artifacts."""
+        return _TYPE
+
+
+def read_entry(key: str) -> bytes | None:
+    """What was written under a key, by any process; None: nothing, or caches are off."""
+    if torch.compiler.config.force_disable_caches:
+        return None
+    try:
+        return _path(key).read_bytes()
+    except OSError:
+        return None
+
+
+def carry_entry(key: str, content: bytes) -> None:
+    """Has an entry that was read, and found good, saved with the artifacts of this process."""
+    CacheArtifactManager.record_artifact(_TYPE, key, content)
+
+
+def write_entry(key: str, content: bytes) -> None:
+    """Keeps `content` for later processes: all of it, or, where this one dies or the disk is full, nothing."""
+    if torch.compiler.config.force_disable_caches:
+        return
+    carry_entry(key, content)
+    _write(key, content)
+
+
+def _write(key: str, content: bytes) -> None:
+    path = _path(key)
+    unfinished = path.with_name(f"{key}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("graphshard: cache: %s cannot be written: %s", path, error)
+
+
+def _path(key: str) -> Path:
+    return Path(cache_dir(), "graphshard", key[:2], key)
