@@ -19,9 +19,9 @@ import torch
 
 import graphshard
 from bench.compile.claims import check_claims
-from bench.compile.fake_cuda import HARDWARE_ROW, MODEL, FakeRow, fake_row
+from bench.compile.fake_cuda import HARDWARE_ROW, MODEL, TINY, FakeRow, fake_row
 from bench.compile.first_step import BATCH_SIZE, DIM, SEQ_LEN, measure_first_steps
-from bench.compile.options import CompileOptions, parse_options
+from bench.compile.options import QUICK_BLOCKS, CompileOptions, parse_options
 from bench.compile.picture import print_picture, write_svg
 from bench.compile.rows import CompileRow, GrowthRow, check_losses, compile_rows, growth_rows
 from bench.compile.tables import compile_table, fake_table, growth_table
@@ -29,7 +29,7 @@ from bench.harness.claims import Claim
 from bench.harness.disturbance import disturbed_lines
 from bench.harness.machine import Machine
 from bench.harness.printing import say, say_progress
-from bench.harness.tables import claim_table, machine_lines
+from bench.harness.tables import claim_table, load_lines, machine_lines
 from graphshard.env import verify_level
 from graphshard.scale.presets import PRESETS
 from graphshard.scale.trace import TRACED_SHARDS
@@ -47,7 +47,7 @@ def measure(blocks: int, options: CompileOptions) -> list[CompileRow]:
     return compile_rows(blocks, cases)
 
 
-def measure_rows(options: CompileOptions) -> tuple[list[CompileRow], list[GrowthRow], list[Claim]]:
+def measure_rows(options: CompileOptions, machine: Machine) -> tuple[list[CompileRow], list[GrowthRow], list[Claim]]:
     """Measures and prints first steps."""
     say(
         "",
@@ -66,7 +66,8 @@ def measure_rows(options: CompileOptions) -> tuple[list[CompileRow], list[Growth
         rows += measured
     growth = growth_rows(rows)
     claims = check_claims(rows, list(dict.fromkeys(row.label for row in rows if row.plan is not None)))
-    say("", *growth_table(growth), "", *claim_table(claims), "", *disturbed_lines(row.disturbed for row in rows))
+    say("", *growth_table(growth), "", *claim_table(claims), "")
+    say(*load_lines(machine, os.getloadavg()[0], NUM_RANKS), *disturbed_lines(row.disturbed for row in rows), "")
     if find_spec("rich") is not None:
         print_picture(rows)
     if options.picture is not None:
@@ -77,6 +78,7 @@ def measure_rows(options: CompileOptions) -> tuple[list[CompileRow], list[Growth
 def measure_fake_rows(options: CompileOptions) -> list[FakeRow]:
     """Traces and lowers, and prints what that took."""
     rows = []
+    fake_row(QUICK_BLOCKS[0], TINY)  # what is done once in a process: imports, patterns of Inductor's passes
     for blocks in options.blocks:
         say_progress(f"Llama 3 8B, {blocks} blocks")
         rows.append(fake_row(blocks))
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.fake_cuda:
         fake = measure_fake_rows(options)
     else:
-        rows, growth, claims = measure_rows(options)
+        rows, growth, claims = measure_rows(options, machine)
     if options.json is not None:
         options.json.write_text(json_text(machine, options, rows, growth, claims, fake))
     return 0

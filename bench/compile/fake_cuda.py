@@ -29,10 +29,12 @@ from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.planning.extraction import Scene
 from graphshard.planning.planning import Planning, RegionPlanning
 from graphshard.scale.checkpointing import block_runner
-from graphshard.scale.presets import PRESETS, Preset
+from graphshard.scale.decoder import DecoderSize
+from graphshard.scale.presets import PRESETS, Preset, decoder
 from graphshard.scale.trace import TRACED_SHARDS, TracedProgram, trace_step
 
 MODEL, HARDWARE_ROW = "llama3-8b", "h100"
+TINY = decoder("tiny", DecoderSize(64, 2, 4, 2, 128, 256), 32)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from bench.compile.phases import ALL_PHASES
 from bench.compile.rows import CompileRow
 
-BAR_CELLS, SVG_CELLS = 72, 132
+BAR_CELLS, SVG_CELLS, LEGEND_COLUMNS = 72, 132, 5
 _COLORS = (
     "#4477aa", "#66ccee", "#228833", "#aa3377", "#ee6677", "#ccbb44", "#ee9944", "#997755", "#bbbbbb",
 )  # fmt: skip
@@ -29,10 +29,10 @@ def draw(rows: Sequence[CompileRow]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    legend = Text()
-    for name, color in zip(ALL_PHASES, _COLORS, strict=True):
-        legend.append("██ ", color)
-        legend.append(f"{name}   ")
+    legend = Table.grid(padding=(0, 3))
+    entries = [Text.assemble(("██ ", color), name) for name, color in zip(ALL_PHASES, _COLORS, strict=True)]
+    for begin in range(0, len(entries), LEGEND_COLUMNS):
+        legend.add_row(*entries[begin : begin + LEGEND_COLUMNS])
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
