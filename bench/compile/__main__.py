@@ -65,7 +65,7 @@ def measure_rows(options: CompileOptions, machine: Machine) -> tuple[list[Compil
         say("", *compile_table(measured))
         rows += measured
     growth = growth_rows(rows)
-    claims = check_claims(rows, list(dict.fromkeys(row.label for row in rows if row.plan is not None)))
+    claims = check_claims(rows)
     say("", *growth_table(growth), "", *claim_table(claims), "")
     say(*load_lines(machine, os.getloadavg()[0], NUM_RANKS), *disturbed_lines(row.disturbed for row in rows), "")
     if find_spec("rich") is not None:

@@ -67,6 +67,8 @@ class FirstStepTimer:
             raise RuntimeError(f"bench: want nothing to compile after the first step, got {more} more graphs")
         if self._system.name == "graphshard":
             check_compiled("graphshard", self._model)
+            if (programs := len(graphshard.report(self._model).programs)) != first.programs:
+                raise RuntimeError(f"bench: want {first.programs} programs after two steps, got {programs}")
         return first._replace(second_step_s=second_step_s)
 
     def _step(self, number: int) -> tuple[float, float, float]:

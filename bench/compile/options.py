@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.harness.systems import PLANS, REGIONS, System, SystemName, systems
+from bench.harness.systems import BACKENDS, PLANS, REGIONS, System, SystemName, systems
 
 SYSTEMS: tuple[SystemName, ...] = ("fsdp2+compile", "ddp+compile", "graphshard")
 BLOCKS = (4, 12, 24, 48, 96)
@@ -16,7 +16,7 @@ QUICK_BLOCKS = (2, 4)
 QUICK_SYSTEMS: tuple[SystemName, ...] = ("fsdp2+compile", "graphshard")
 QUICK_PLANS, QUICK_REGIONS = ("auto",), ("model",)
 FAKE_BLOCKS = (8, 32)
-BACKEND = "inductor"
+DEFAULT_BACKENDS = ("inductor",)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def parse_options(argv: Sequence[str] | None = None) -> CompileOptions:
     parser = argparse.ArgumentParser(prog="bench.compile", description="where the seconds of the first step go")
     parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help=f"depths of the decoder; {BLOCKS}")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="S", help=f"of {', '.join(SYSTEMS)}; all")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=DEFAULT_BACKENDS, help="of graphshard")
     parser.add_argument("--plans", nargs="+", choices=PLANS, help="of graphshard; both")
     parser.add_argument("--regions", nargs="+", choices=REGIONS, help="of graphshard; both")
     parser.add_argument("--cold-only", action="store_true", help="leaves out the runs on a warm cache")
@@ -66,7 +67,7 @@ def parse_options(argv: Sequence[str] | None = None) -> CompileOptions:
         parser.error("--picture: got --fake-cuda, too, which measures no first step")
     compared = systems(
         args.systems or (QUICK_SYSTEMS if args.quick else SYSTEMS),
-        [BACKEND],
+        args.backends,
         args.plans or (QUICK_PLANS if args.quick else PLANS),
         args.regions or (QUICK_REGIONS if args.quick else REGIONS),
     )

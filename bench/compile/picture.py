@@ -11,7 +11,7 @@ from typing import Any
 from bench.compile.phases import ALL_PHASES
 from bench.compile.rows import CompileRow
 
-BAR_CELLS, SVG_CELLS, LEGEND_COLUMNS = 72, 132, 5
+BAR_CELLS, SVG_CELLS, LEGEND_COLUMNS = 72, 144, 5
 _COLORS = (
     "#4477aa", "#66ccee", "#228833", "#aa3377", "#ee6677", "#ccbb44", "#ee9944", "#997755", "#bbbbbb",
 )  # fmt: skip
@@ -44,7 +44,7 @@ def draw(rows: Sequence[CompileRow]) -> Any:
         for count, color in zip(cells, _COLORS, strict=True):
             bar.append("█" * count, color)
         bar.append(f" {row.step_s:.1f} s")
-        grid.add_row(Text(f"{row.label}, {row.cache}"), f"{row.blocks}", bar)
+        grid.add_row(Text(f"{row.label}, {row.backend}, {row.cache}"), f"{row.blocks}", bar)
     return Group(legend, Text(), grid)
 
 

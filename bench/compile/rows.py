@@ -12,7 +12,7 @@ from bench.compile.samples import FirstStep
 from bench.harness.disturbance import is_disturbed
 from bench.harness.systems import System
 
-PEER = "fsdp2+compile"
+PEER, PEER_BACKEND = "fsdp2+compile", "inductor"
 # Relative, of the first step's loss and of the norm of all gradients. All systems begin with the same parameters and
 # read the same text: float32 sums in another order (ulp 1.2e-7), nothing more.
 TOLERANCE = 1e-4
@@ -25,7 +25,7 @@ class CompileRow:
     """The first step of one case, on the slower rank; the keys of the JSON file are these names.
 
     Attributes:
-        system, plan, regions: that trained; a plan of None: not graphshard.
+        system, backend, plan, regions: that trained; a plan of None: not graphshard.
         blocks: of the decoder.
         cache: ``"cold"``: Inductor's cache was empty; ``"warm"``: other processes had run the same case.
         step_s: forward and backward, compilation included.
@@ -35,12 +35,14 @@ class CompileRow:
         graphs: given to Inductor on one rank.
         kernels: different C++ sources that were compiled, on all ranks together.
         programs: of graphshard.
-        ratio: of `step_s` to that of FSDP2 with compiled blocks, as deep, of the same `cache`; None: not measured.
+        ratio: of `step_s` to that of FSDP2 with compiled blocks, as deep, of the same `cache`; None: not measured, or
+            of another backend.
         to_cold: of a warm row: of `step_s` to that of the cold one.
         disturbed: whether other programs ran.
     """
 
     system: str
+    backend: str
     plan: str | None
     regions: str | None
     blocks: int
@@ -59,7 +61,7 @@ class CompileRow:
     @property
     def label(self) -> str:
         """The system in words."""
-        return self.system if self.plan is None else f"{self.system}, {self.plan}, regions {self.regions}"
+        return self.system if self.plan is None else f"{self.system}, plan {self.plan}, regions {self.regions}"
 
     @property
     def traces_s(self) -> float:
@@ -99,6 +101,7 @@ def compile_rows(blocks: int, cases: Cases) -> list[CompileRow]:
             rows.append(
                 CompileRow(
                     system.name,
+                    system.backend,
                     system.plan,
                     None if system.plan is None else system.regions,
                     blocks,
@@ -110,7 +113,7 @@ def compile_rows(blocks: int, cases: Cases) -> list[CompileRow]:
                     first.graphs,
                     max(f.kernels for f in cases[system][state]),
                     first.programs,
-                    first.step_s / peer[state].step_s if state in peer else None,
+                    first.step_s / peer[state].step_s if state in peer and system.backend == PEER_BACKEND else None,
                     first.step_s / states["cold"].step_s if is_warm else None,
                     is_disturbed(first.step_s, sum(f.cpu_s for f in cases[system][state])),
                 )
@@ -123,34 +126,47 @@ class GrowthRow:
     """A system from one depth to the deepest, cold.
 
     Attributes:
-        label: of the system.
+        label, backend: of the system.
         traces_s_per_block: seconds of Dynamo's and AOTAutograd's traces for each added block.
         others: ratio of the seconds of everything else.
+        whole: ratio of the seconds of the whole step.
+        passes_exponent: n where the passes' seconds grow as blocks ** n; None where graphshard has no part.
     """
 
     label: str
+    backend: str
     from_blocks: int
     to_blocks: int
     traces_s_per_block: float
     others: float
+    whole: float
+    passes_exponent: float | None
 
 
 def growth_rows(rows: Sequence[CompileRow]) -> list[GrowthRow]:
     """One row for each system with at least two depths, from `FROM_BLOCKS`, or else the second smallest that is not the
     deepest, to the deepest.
     """
-    by_system: dict[str, list[CompileRow]] = {}
+    by_system: dict[tuple[str, str], list[CompileRow]] = {}
     for row in sorted(rows, key=lambda row: row.blocks):
         if row.cache == "cold":
-            by_system.setdefault(row.label, []).append(row)
+            by_system.setdefault((row.backend, row.label), []).append(row)
     growth = []
-    for label, (*shallower, deepest) in by_system.items():
+    for (backend, label), (*shallower, deepest) in by_system.items():
         if not shallower:
             continue
         base = next((row for row in shallower if row.blocks == FROM_BLOCKS), shallower[min(1, len(shallower) - 1)])
         slope = (deepest.traces_s - base.traces_s) / (deepest.blocks - base.blocks)
-        growth.append(GrowthRow(label, base.blocks, deepest.blocks, slope, deepest.others_s / base.others_s))
+        others, whole = deepest.others_s / base.others_s, deepest.step_s / base.step_s
+        exponent = _exponent(base, deepest)
+        growth.append(GrowthRow(label, backend, base.blocks, deepest.blocks, slope, others, whole, exponent))
     return growth
+
+
+def _exponent(few: CompileRow, many: CompileRow) -> float | None:
+    if few.plan is None:
+        return None
+    return math.log(many.phases[PASSES] / few.phases[PASSES]) / math.log(many.blocks / few.blocks)
 
 
 def check_losses(blocks: int, cases: Cases) -> None:

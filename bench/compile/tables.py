@@ -14,6 +14,7 @@ def compile_table(rows: Sequence[CompileRow]) -> list[str]:
     """First steps, and where their seconds go."""
     counts = ("graphs", "kernels", "programs")
     header = (
+        "backend",
         "system",
         "cache",
         "blocks",
@@ -29,6 +30,7 @@ def compile_table(rows: Sequence[CompileRow]) -> list[str]:
         header,
         [
             (
+                row.backend,
                 row.label,
                 row.cache,
                 str(row.blocks),
@@ -54,13 +56,16 @@ def _number(ratio: float | None) -> str:
 def growth_table(rows: Sequence[GrowthRow]) -> list[str]:
     """How first steps grow with depth."""
     return align(
-        ("system", "blocks", "traces ms/added block", "everything else"),
+        ("backend", "system", "blocks", "traces ms/added block", "everything else", "whole step", "passes ~ blocks **"),
         [
             (
+                row.backend,
                 row.label,
                 f"{row.from_blocks} -> {row.to_blocks}",
                 f"{1e3 * row.traces_s_per_block:.1f}",
                 f"{row.others:.2f} x",
+                f"{row.whole:.2f} x",
+                "-" if row.passes_exponent is None else f"{row.passes_exponent:.2f}",
             )
             for row in rows
         ],
