@@ -31,7 +31,7 @@ def phase_seconds(first: FirstStep) -> dict[str, float]:
         RuntimeError: torch's timers are not nested as is known, or phases take longer than what they are of.
     """
     phases = exclusive_seconds(first.timed_s, LEAST_SHARE * first.step_s)
-    # They run inside the partitioner, which torch times in Inductor's front end only.
+    # They run inside the partitioner, which some versions of torch do not time.
     around = PARTITIONER if phases[PARTITIONER] else AOT_AUTOGRAD
     phases[around] -= first.joint_passes_s
     if phases[around] < -CLOCK_S:

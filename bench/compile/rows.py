@@ -115,6 +115,7 @@ def compile_rows(blocks: int, cases: Cases) -> list[CompileRow]:
                     first.programs,
                     first.step_s / peer[state].step_s if state in peer and system.backend == PEER_BACKEND else None,
                     first.step_s / states["cold"].step_s if is_warm else None,
+                    # Ranks wait for each other's kernels, but one of them always works.
                     is_disturbed(first.step_s, sum(f.cpu_s for f in cases[system][state])),
                 )
             )

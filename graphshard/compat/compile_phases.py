@@ -17,6 +17,8 @@ LOWERING, CODE_GENERATION, KERNELS = "Inductor lowering", "code generation", "ke
 PHASES = (DYNAMO, AOT_AUTOGRAD, PARTITIONER, LOWERING, CODE_GENERATION, KERNELS)
 
 COMPILED_GRAPH = "compile_fx_inner"
+# Of what stands in the place of Inductor's front end where programs are not compiled.
+UNCOMPILED_FORWARD = "graphshard.compile_forward"
 
 _FRAME, _BACKEND, _LATE_BACKWARD = "_compile.compile_inner", "OutputGraph.call_user_compiler", "backward._backward_impl"
 _FORWARD_COMPILER, _BACKWARD_COMPILER = "compile_fx.<locals>.fw_compiler_base", "compile_fx.<locals>.bw_compiler"
@@ -29,7 +31,11 @@ _CODE, _LOAD = "GraphLowering.codegen", "PyCodeCache.load_by_key_path"
 # (phase, timers, timers that run inside these and nowhere else).
 _NESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (DYNAMO, (_FRAME,), (_BACKEND,)),
-    (AOT_AUTOGRAD, (_BACKEND,), (*_FRONT_PASSES, *_PARTITIONERS, _FORWARD_COMPILER, _CACHED_GRAPHS)),
+    (
+        AOT_AUTOGRAD,
+        (_BACKEND,),
+        (*_FRONT_PASSES, *_PARTITIONERS, _FORWARD_COMPILER, UNCOMPILED_FORWARD, _CACHED_GRAPHS),
+    ),
     (AOT_AUTOGRAD, (_LATE_BACKWARD,), (_BACKWARD_COMPILER,)),
     (PARTITIONER, _PARTITIONERS, ()),
     (LOWERING, _FRONT_PASSES, ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from bench.compile.rows import CompileRow, check_losses, compile_rows, growth_ro
 from bench.compile.samples import FirstStep
 from bench.compile.tables import compile_table, fake_table, growth_table
 from bench.harness.machine import Machine
+from bench.harness.processes import Ranks
 from bench.harness.systems import System
-from graphshard.compat.compile_phases import AOT_AUTOGRAD, DYNAMO, PHASES, exclusive_seconds
+from graphshard.compat.compile_phases import AOT_AUTOGRAD, DYNAMO, PARTITIONER, PHASES, exclusive_seconds
 
 PEER = System("fsdp2+compile", "inductor")
 OURS = System("graphshard", "inductor", "auto")
@@ -316,5 +318,15 @@ def test_first_steps_are_measured_on_ranks() -> None:
     assert (row.kernels, row.graphs, row.programs) == (0, 0, 2)
     assert sum(row.phases.values()) == pytest.approx(row.step_s)
     taken = {name for name, seconds in row.phases.items() if seconds > 0.0}
-    assert taken == {DYNAMO, AOT_AUTOGRAD, PASSES, PLANNER, REST}
+    assert taken == {DYNAMO, AOT_AUTOGRAD, PARTITIONER, PASSES, PLANNER, REST}
     assert 0.0 < row.second_step_s < row.step_s / 2
+
+
+def test_ranks_leave_the_cache_that_they_are_given(tmp_path: Path) -> None:
+    def caches(given: Path | None) -> list[str]:
+        with Ranks("cache", 2, os.getenv, "TORCHINDUCTOR_CACHE_DIR", timeout_s=60, cache=given) as ranks:
+            return ranks.call("strip")  # of a string
+
+    given, own = caches(tmp_path), caches(None)
+    assert given == [str(tmp_path)] * 2 and tmp_path.is_dir()
+    assert own[0] == own[1] != str(tmp_path) and not Path(own[0]).parent.exists()
