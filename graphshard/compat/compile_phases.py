@@ -23,6 +23,7 @@ UNCOMPILED_FORWARD = "graphshard.compile_forward"
 _FRAME, _BACKEND, _LATE_BACKWARD = "_compile.compile_inner", "OutputGraph.call_user_compiler", "backward._backward_impl"
 _FORWARD_COMPILER, _BACKWARD_COMPILER = "compile_fx.<locals>.fw_compiler_base", "compile_fx.<locals>.bw_compiler"
 _CACHED_GRAPHS = "AOTAutogradCache.inductor_load"
+# They call themselves for graphs inside a graph (checkpoints), which count twice: too much here, too little around it.
 _FRONT_PASSES = ("_recursive_pre_grad_passes", "_recursive_joint_graph_passes")
 # Torch's own, and those of graphshard by their classes.
 _PARTITIONERS = ("min_cut_rematerialization_partition", "Partitioner", "_RecordingPartitioner")
