@@ -30,7 +30,7 @@ help:
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
-	@echo 'make bench   host overhead, compile time, cost of choosing programs, training steps, schedules on paper'
+	@echo 'make bench   host overhead, cost of choosing programs, the first step by phase, training steps, schedules on paper'
 	@echo 'make bench-gpu  copies and overlap on one CUDA GPU, with $(PYTHON), too: every claim in one table, nine minutes'
 	@echo 'make matrix  the parity and kernel tests on torch $(MATRIX), each in a .venv-VERSION of its own'
 
@@ -61,6 +61,7 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.dispatch
+	$(BIN)/python -m bench.compile
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.schedule
 

@@ -157,7 +157,7 @@ class DispatchTimer:
             dict(Counter(program.direction for program in new)),
             report.regions - regions,
             spent_s - 2 * ordinary_s,
-            sum(program.passes_s for program in new),
+            sum(program.passes_s + program.planner_s for program in new),
         )
 
     def later_flips(self, name: str, steps: int) -> tuple[list[DispatchTime], list[DispatchTime]]:

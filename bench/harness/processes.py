@@ -1,8 +1,8 @@
 """Fresh processes to measure in, one per rank of a case.
 
 Nothing that another case compiled is warm: a process is a fork of one that has imported everything and run nothing, and
-its Inductor cache is a new folder, which the ranks of a case share as those of a host do. The parent asks, the process
-measures, so that cases can take turns.
+its Inductor cache is a new folder, unless it is given one; the ranks of a case share it as those of a host do. The
+parent asks, the process measures, so that cases can take turns.
 """
 
 from __future__ import annotations
@@ -40,14 +40,22 @@ class Ranks:
         build: module-level; called as `build(*args)` in each process, with a process group, to make what measures.
         args: picklable.
         timeout_s: for each call.
+        cache: folder of Inductor's cache, which stays; None: a new one, which goes with the processes.
     """
 
     def __init__(
-        self, title: str, world_size: int, build: Callable[..., object], *args: object, timeout_s: float
+        self,
+        title: str,
+        world_size: int,
+        build: Callable[..., object],
+        *args: object,
+        timeout_s: float,
+        cache: Path | None = None,
     ) -> None:
         self.title = title
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="graphshard-bench-", ignore_cleanup_errors=True)
+        cache = cache or Path(self._folder.name, "inductor")
         self._processes = []
         self._connections: list[Connection] = []
         context = get_context("forkserver")
@@ -58,7 +66,7 @@ class Ranks:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, world_size, self._folder.name, timeout_s, build, args),
+                    args=(theirs, rank, world_size, self._folder.name, cache, timeout_s, build, args),
                     daemon=True,
                 )
                 process.start()
@@ -113,13 +121,14 @@ def _serve(
     rank: int,
     world_size: int,
     folder: str,
+    cache: Path,
     timeout_s: float,
     build: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
     """Runs in the process: answers calls until the parent closes the connection."""
     try:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}  # as torchrun does
         torch.set_num_threads(1)
         # One rank needs no store that others can reach.

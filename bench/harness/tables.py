@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.harness.claims import Claim
-from bench.harness.machine import Gpu, Machine
+from bench.harness.machine import MAX_IDLE_LOAD, Gpu, Machine
 
 
 def align(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -28,6 +28,20 @@ def machine_lines(machine: Machine) -> list[str]:
     ]
     if machine.busy:
         lines.append("NOTE: other programs ran when this one began: these timings are no results")
+    return lines
+
+
+def load_lines(machine: Machine, load: float, num_ranks: int) -> list[str]:
+    """The load of the machine, before and after.
+
+    Args:
+        machine: when the bench began.
+        load: average of the last minute, when all is measured; the ranks' own work included.
+        num_ranks: that ran at once.
+    """
+    lines = [f"load average {machine.load:.1f} before, {load:.1f} after ({num_ranks} ranks ran)"]
+    if load > num_ranks + MAX_IDLE_LOAD * machine.cores:
+        lines.append("NOTE: other programs ran while this one did: these timings are no results")
     return lines
 
 

@@ -23,7 +23,6 @@ Variant = Literal[
 ]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 REFERENCE: Variant = "torch.compile, unsharded"
-COMPILE_VARIANTS: tuple[Variant, ...] = (REFERENCE, "graphshard", "graphshard, regions=unit")
 
 Forward = Callable[..., Tensor]
 

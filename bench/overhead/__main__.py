@@ -1,7 +1,7 @@
-"""Host overhead and compile time: `python -m bench.overhead [--quick] [--backend B] [--json FILE]`.
+"""Host overhead: `python -m bench.overhead [--quick] [--backend B] [--json FILE]`.
 
-Prints what graphshard costs the host, in a step and in the first one, against `torch.compile` and FSDP2. The exit
-status is 0 whatever the numbers are; a variant that computes something else, or that fell back, is an error.
+Prints what graphshard costs the host in a step, against `torch.compile` and FSDP2, and what ranks take to agree. The
+exit status is 0 whatever the numbers are; a variant that computes something else, or that fell back, is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 from bench.harness.claims import Claim
@@ -18,13 +17,12 @@ from bench.harness.machine import Machine
 from bench.harness.models import PARAMS_PER_BLOCK
 from bench.harness.printing import say, say_progress
 from bench.harness.tables import claim_table, machine_lines
-from bench.harness.variants import COMPILE_VARIANTS, REFERENCE, VARIANTS
+from bench.harness.variants import REFERENCE, VARIANTS
 from bench.overhead.agreement_time import REPEATS, measure_agreement
-from bench.overhead.claims import check_agreement, check_claims
-from bench.overhead.compile_time import measure_compile
-from bench.overhead.rows import AgreementRow, CompileRow, StepRow, agreement_row, compile_row, growth_rows, step_rows
+from bench.overhead.claims import check_agreement
+from bench.overhead.rows import AgreementRow, StepRow, agreement_row, step_rows
 from bench.overhead.step_time import STEPS_PER_TURN, measure_steps
-from bench.overhead.tables import compile_table, disturbed_lines, growth_table, step_table
+from bench.overhead.tables import step_table
 from graphshard.env import verify_level
 
 BACKENDS = ("inductor", "aot_eager")
@@ -48,26 +46,6 @@ def measure_step_rows(backends: list[str], num_params: int, turns: int) -> list[
     return rows
 
 
-def measure_compile_rows(backends: list[str], depths: list[int], num_ranks: int) -> list[CompileRow]:
-    """Measures and prints compile time."""
-    rows = []
-    for backend, variant, num_layers in product(backends, COMPILE_VARIANTS, depths):
-        say_progress(f"compile time of {num_layers} layers: {variant}, {backend}")
-        rows.append(compile_row(backend, variant, num_layers, measure_compile(variant, backend, num_layers, num_ranks)))
-    say(
-        "",
-        f"Compile time of a decoder (dim 64) on {num_ranks} gloo ranks that compile at the same time",
-        "A fresh process and Inductor cache for each case, 1 compile thread, an unrelated function compiled before.",
-        "first step: forward and backward, compilation included; cpu: its processor seconds, which other programs",
-        "disturb less; passes: all of graphshard's, on joint graphs and programs, and their checks",
-        f"(GRAPHSHARD_VERIFY={verify_level()}), on the rank with the largest share",
-        "",
-        *compile_table(rows),
-        *disturbed_lines(rows),
-    )
-    return rows
-
-
 def measure_agreement_row(num_ranks: int, num_buckets: int) -> tuple[AgreementRow, list[Claim]]:
     """Measures and prints what ranks agree on."""
     say_progress(f"agreement of {num_ranks} ranks")
@@ -87,47 +65,37 @@ def measure_agreement_row(num_ranks: int, num_buckets: int) -> tuple[AgreementRo
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.overhead", description="what graphshard costs the host")
     parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
-    parser.add_argument("--only", choices=["step", "compile", "agreement"], help="measure one of the three")
+    parser.add_argument("--only", choices=["step", "agreement"], help="measure one of the two")
     parser.add_argument("--params", type=int, default=300, help="parameters of the model whose step is timed")
     parser.add_argument("--turns", type=int, default=60, help=f"of {STEPS_PER_TURN} steps, for each variant")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 32], help="depths of the decoder")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that compile the decoder")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that agree; 1: none do")
     parser.add_argument("--json", type=Path, help="writes machine, rows and claims to this file")
     parser.add_argument("--quick", action="store_true", help="small and soon over: shows that it works, no results")
     args = parser.parse_args()
     if args.quick:
-        args.params, args.turns, args.layers = 60, 4, [2, 4]
+        args.params, args.turns = 60, 4
         args.backend = "aot_eager" if args.backend == "both" else args.backend
-    if args.turns < 1 or args.ranks < 1 or min(args.layers) < 2:
-        parser.error("--turns and --ranks: want at least 1; --layers: at least 2, for repeated blocks")
+    if args.turns < 1 or args.ranks < 1:
+        parser.error("--turns and --ranks: want at least 1")
     if args.params < 2 * PARAMS_PER_BLOCK or args.params % PARAMS_PER_BLOCK:
         parser.error(f"--params: got {args.params}, want a multiple of {PARAMS_PER_BLOCK}, at least two")
-    depths = sorted(set(args.layers))
     backends = list(BACKENDS) if args.backend == "both" else [args.backend]
     machine = Machine.this()
     say(*machine_lines(machine))
     if args.quick:
         say("NOTE: --quick measures too little for results")
     steps = measure_step_rows(backends, args.params, args.turns) if args.only in (None, "step") else []
-    compiles = measure_compile_rows(backends, depths, args.ranks) if args.only in (None, "compile") else []
-    growth = growth_rows(compiles)
-    checked = check_claims(compiles, "graphshard", "graphshard, regions=unit") if growth else []
-    if growth:
-        say("", *growth_table(growth), "", *claim_table(checked))
-    agreement = None
+    agreement, claims = None, list[Claim]()
     if args.only in (None, "agreement") and args.ranks > 1:
-        agreement, agreed = measure_agreement_row(args.ranks, 4 if args.quick else 126)
-        checked += agreed
+        agreement, claims = measure_agreement_row(args.ranks, 4 if args.quick else 126)
     if args.json is not None:
         written = {
             "machine": asdict(machine),
             "quick": args.quick,
             "verify_level": verify_level(),
             "step": [asdict(row) for row in steps],
-            "compile": [asdict(row) for row in compiles],
-            "growth": [asdict(row) for row in growth],
             "agreement": agreement and asdict(agreement),
-            "claims": [asdict(claim) for claim in checked],
+            "claims": [asdict(claim) for claim in claims],
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     return 0

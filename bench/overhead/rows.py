@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
-from bench.overhead.samples import AgreementTime, CompileTime, StepTime
-
-# Of the first step's seconds; less: other programs ran.
-MIN_CPU_SHARE = 0.9
+from bench.overhead.samples import AgreementTime, StepTime
 
 V = TypeVar("V", bound=str)
 
@@ -57,103 +52,6 @@ def step_rows(backend: str, samples: Mapping[V, Sequence[StepTime]], reference: 
             )
         )
     return rows
-
-
-@dataclass(frozen=True)
-class CompileRow:
-    """Compilation of one case, on the rank where the passes' share is largest.
-
-    Attributes:
-        first_step_s: forward and backward, compilation included.
-        first_step_cpu_s: processor seconds of that, the C++ compiler's too.
-        second_step_s: the same again, with nothing left to compile.
-        passes_s: seconds of `first_step_s` in graphshard's passes and their checks; None where graphshard has no part.
-        share: of `passes_s` in `first_step_s`.
-        passes_per_layer_s: `passes_s` by layer.
-    """
-
-    backend: str
-    variant: str
-    num_layers: int
-    num_ranks: int
-    first_step_s: float
-    first_step_cpu_s: float
-    second_step_s: float
-    passes_s: float | None
-    share: float | None
-    passes_per_layer_s: float | None
-    regions: int
-    programs: int
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether the processor was often busy with something else."""
-        return self.first_step_cpu_s < MIN_CPU_SHARE * self.first_step_s
-
-
-def compile_row(backend: str, variant: str, num_layers: int, by_rank: Sequence[CompileTime]) -> CompileRow:
-    """The row of one case, measured on each rank."""
-    time = max(by_rank, key=lambda t: t.passes_s / t.first_step_s)
-    has_passes = time.programs > 0
-    return CompileRow(
-        backend,
-        variant,
-        num_layers,
-        len(by_rank),
-        time.first_step_s,
-        time.first_step_cpu_s,
-        time.second_step_s,
-        time.passes_s if has_passes else None,
-        time.passes_s / time.first_step_s if has_passes else None,
-        time.passes_s / num_layers if has_passes else None,
-        time.regions,
-        time.programs,
-    )
-
-
-@dataclass(frozen=True)
-class GrowthRow:
-    """From one depth to the next.
-
-    Attributes:
-        first_step: ratio of seconds.
-        added_layer_s: seconds of the first step by added layer.
-        passes_exponent: n where passes' seconds grow as layers ** n; None where graphshard has no part.
-    """
-
-    backend: str
-    variant: str
-    from_layers: int
-    to_layers: int
-    first_step: float
-    added_layer_s: float
-    passes_exponent: float | None
-
-
-def growth_rows(rows: Sequence[CompileRow]) -> list[GrowthRow]:
-    """One row for each pair of neighbouring depths of a variant."""
-    cases: dict[tuple[str, str], list[CompileRow]] = {}
-    for row in rows:
-        cases.setdefault((row.backend, row.variant), []).append(row)
-    return [
-        GrowthRow(
-            few.backend,
-            few.variant,
-            few.num_layers,
-            many.num_layers,
-            many.first_step_s / few.first_step_s,
-            (many.first_step_s - few.first_step_s) / (many.num_layers - few.num_layers),
-            _exponent(few, many),
-        )
-        for case in cases.values()
-        for few, many in pairwise(sorted(case, key=lambda row: row.num_layers))
-    ]
-
-
-def _exponent(few: CompileRow, many: CompileRow) -> float | None:
-    if few.passes_s is None or many.passes_s is None:
-        return None
-    return math.log(many.passes_s / few.passes_s) / math.log(many.num_layers / few.num_layers)
 
 
 @dataclass(frozen=True)

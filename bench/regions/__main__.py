@@ -10,10 +10,10 @@ import argparse
 
 from bench.harness.machine import Machine
 from bench.harness.printing import say, say_progress
+from bench.harness.systems import System
 from bench.harness.tables import align, machine_lines
 from bench.step.models import FEW_BLOCKS, MANY_BLOCKS, WIDTHS
 from bench.step.rows import check_row, check_training, training_rows
-from bench.step.systems import System
 from bench.step.training import train
 
 NUM_RANKS = 2

@@ -20,10 +20,10 @@ import torch
 import graphshard
 from bench.harness.machine import Machine
 from bench.harness.printing import say, say_progress
+from bench.harness.systems import BACKENDS, PLANS, SYSTEM_NAMES, System, refusal, systems
 from bench.harness.tables import machine_lines
 from bench.step.models import TRAINED
 from bench.step.rows import CheckRow, TrainingRow, check_row, check_training, training_rows
-from bench.step.systems import BACKENDS, PLANS, SYSTEM_NAMES, System, refusal, systems
 from bench.step.tables import checks_line, noise_lines, training_table
 from bench.step.training import train
 from graphshard.env import verify_level

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.harness.systems import PEERS, System
 from bench.step.samples import FirstSteps, TrainingTurn
-from bench.step.systems import PEERS, System
 
 # Most that a step may take, as a share of the better peer's: of graphshard with Inductor, by plan and model.
 TARGETS: dict[str, dict[str, float]] = {

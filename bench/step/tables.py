@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.harness.machine import MAX_IDLE_LOAD, Machine
-from bench.harness.tables import align
+from bench.harness.machine import Machine
+from bench.harness.tables import align, load_lines
 from bench.step.rows import FIRST_TOLERANCE, LATER_TOLERANCE, MAX_SPREAD, CheckRow, TrainingRow
 
 MIB = 2**20
@@ -73,9 +73,7 @@ def noise_lines(
         load: average of the last minute, when all is measured; the ranks' own work included.
         num_ranks: that ran at once.
     """
-    lines = [f"load average {machine.load:.1f} before, {load:.1f} after ({num_ranks} ranks ran)"]
-    if load > num_ranks + MAX_IDLE_LOAD * machine.cores:
-        lines.append("NOTE: other programs ran while this one did: these timings are no results")
+    lines = load_lines(machine, load, num_ranks)
     if disturbed := sum(row.disturbed for row in rows):
         lines.append(
             f"NOTE: in {disturbed} of {len(rows)} rows the quartiles lie more than {MAX_SPREAD:.0%} of the median apart"

@@ -22,11 +22,11 @@ import graphshard
 from bench.harness.compiler import start_compiler
 from bench.harness.processes import Ranks
 from bench.harness.stack import DEPTH_STRIDE, STACK_DEPTHS, deeper
+from bench.harness.systems import System, prepare
 from bench.harness.variants import check_compiled
 from bench.step.models import sizes_of, trained_decoder
 from bench.step.resident import give_back_freed, peak_bytes, reset_peak, resident_bytes
 from bench.step.samples import FirstSteps, TrainingTurn
-from bench.step.systems import System, prepare
 from graphshard.demo.text import Batches
 from graphshard.testing.launches import count_launches
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.utils import dynamo_timed
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -20,6 +21,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule
+
+from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
 
 # A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
 GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
@@ -81,14 +84,26 @@ def compile_region_aot(
 ) -> Callable[..., Any]:
     """Runs a Dynamo graph through AOTAutograd; `compiler` gets each graph, which then runs as it is."""
 
-    def named(direction: str) -> Callable[..., Any]:
-        return lambda graph, example_inputs: compiler(graph, example_inputs, direction=direction)
+    # Timed as Inductor's front end times its own: `compile_phases`.
+    def forward(direction: str) -> Callable[..., Any]:
+        def compile_forward(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+            with dynamo_timed(UNCOMPILED_FORWARD):
+                return compiler(graph, example_inputs, direction=direction)
+
+        return compile_forward
+
+    def backward(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return compiler(graph, example_inputs, direction="backward")
+
+    def split(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with dynamo_timed(type(partitioner).__name__):
+            return partitioner(joint, joint_inputs, **kwargs)
 
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=named("forward"),
-        bw_compiler=named("backward"),
-        inference_compiler=named("inference"),
-        partition_fn=partitioner,
+        fw_compiler=forward("forward"),
+        bw_compiler=backward,
+        inference_compiler=forward("inference"),
+        partition_fn=split,
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,8 @@ def lower_within_budget(
 ) -> tuple[Lowered, Decision | None]:
     """Makes one program of a marked graph, as `driver.lower` does, and what was decided for it.
 
+    Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
+
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
     help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then.
 
@@ -53,8 +56,18 @@ def lower_within_budget(
     if planner is None:
         return driver.lower(gm, ctx, title), None
     ctx = replace(ctx, coalesces=planner.coalesces)
+    start_s, planner_s = time.perf_counter(), planner.spent_s
     if contract is not None:
-        return _lower_by_contract(gm, ctx, title, planner, flags, contract, held_bytes)
+        lowered, decision = _lower_by_contract(gm, ctx, title, planner, flags, contract, held_bytes)
+    else:
+        lowered, decision = _lower_until_it_fits(gm, ctx, title, planner, flags)
+    passes_s = time.perf_counter() - start_s - (planner.spent_s - planner_s)
+    return replace(lowered, passes_s=passes_s), decision
+
+
+def _lower_until_it_fits(
+    gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, flags: str
+) -> tuple[Lowered, Decision | None]:
     latest: Decision | None = None
     least = short_bytes = 0
     for _ in range(_TRIES):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -119,6 +121,7 @@ class RegionPlanning:
     Attributes:
         latest: what was decided last, None if nothing was.
         replayed: whether that comes from a stored plan.
+        spent_s: seconds that planning took so far, without waits for other ranks.
         note: of the arguments.
     """
 
@@ -133,6 +136,21 @@ class RegionPlanning:
         self._problems: dict[Graph, Problem] = {}
         self.latest: Decision | None = None
         self.replayed = False
+        self.spent_s = 0.0
+        self._told_s = 0.0
+
+    def newly_spent_s(self) -> float:
+        """What `spent_s` has grown by since this was last asked."""
+        before_s, self._told_s = self._told_s, self.spent_s
+        return self.spent_s - before_s
+
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent_s += time.perf_counter() - start_s
 
     def forget(self) -> None:
         """Forgets what was decided last."""
@@ -171,6 +189,18 @@ class RegionPlanning:
             BudgetTooSmall: no plan fits the budget.
             PlanMismatch: the stored plan of that name is for another graph.
         """
+        with self._spending():
+            return self._plan(graph, ctx, flags, short_bytes, as_fsdp2, contract)
+
+    def _plan(
+        self,
+        graph: Graph,
+        ctx: PassContext,
+        flags: str,
+        short_bytes: int,
+        as_fsdp2: bool,
+        contract: Contract | None,
+    ) -> ProgramPlan | None:
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.forget()
         if contract is not None:
@@ -244,7 +274,8 @@ class RegionPlanning:
     def problem(self, graph: Graph, ctx: PassContext) -> Problem:
         """What there is to plan of a marked graph; read once, for all equal blocks that share it."""
         if (found := self._problems.get(graph)) is None:
-            found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
+            with self._spending():
+                found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
         return found
 
     def coalesces(self, kind: str, members: Sequence[str]) -> bool:
@@ -268,9 +299,10 @@ class RegionPlanning:
         """
         if self._planning.mode == "fsdp2":
             return None
-        ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
-        as_in_fsdp2 = with_residency(ahead, back, by_default)
-        self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
+        with self._spending():
+            ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
+            as_in_fsdp2 = with_residency(ahead, back, by_default)
+            self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
         self._behind = as_in_fsdp2[1]
         text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
         self._kept = None if (names := json.loads(text)) is None else frozenset(names)
@@ -283,7 +315,8 @@ class RegionPlanning:
             return None if stored.kept is None else list(stored.kept)
         if not planning.keeps:
             return None
-        return sorted(remembered_residency(forward, backward, planning.budget_bytes or self._step_bytes))
+        with self._spending():
+            return sorted(remembered_residency(forward, backward, planning.budget_bytes or self._step_bytes))
 
     def accumulates_sharded(self, graph: Graph, ctx: PassContext) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not.
@@ -296,8 +329,9 @@ class RegionPlanning:
         if self._planning.mode == "fsdp2" or budget_bytes is None:
             return ""
         if self._accumulation is None:
-            problem = extract_problem(graph, ctx, self._planning.scene)
-            self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
+            with self._spending():
+                problem = extract_problem(graph, ctx, self._planning.scene)
+                self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
         return self._accumulation.why if self._accumulation.reduce_each else ""
 
 

@@ -63,8 +63,9 @@ class ProgramRecord:
         flags: the run-time state that it serves.
         runs: how often it ran.
         collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
-        passes_s: seconds in graphshard's passes.
+        passes_s: seconds in graphshard's passes and their checks, without the planner's.
         compile_s: seconds in the compiler behind them.
+        planner_s: seconds in which it was planned, and what stays gathered behind it.
         ir: the lowered graph, one line per node.
         code: what the compiler made of it, if it keeps its source.
         decision: what was planned for it, if anything was.
@@ -83,6 +84,7 @@ class ProgramRecord:
     passes_s: float
     compile_s: float
     runs: int = 0
+    planner_s: float = 0.0
     ir: str = field(default="", repr=False)
     code: str | None = field(default=None, repr=False)
     decision: Decision | None = field(default=None, repr=False)
@@ -167,7 +169,8 @@ class Report:
             where = "one unit" if p.region < 0 else f"region {p.region}"
             lines.append(
                 f"  {where} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
-                f"passes {p.passes_s * 1e3:.0f} ms, compile {p.compile_s:.1f} s"
+                f"passes {p.passes_s * 1e3:.0f} ms, planner {p.planner_s * 1e3:.0f} ms, "
+                f"compile {p.compile_s:.1f} s"
             )
         if self.eager_unshards:
             lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")

@@ -201,6 +201,7 @@ class RegionLowering:
                 launch_counts(lowered.gm.graph),
                 lowered.passes_s,
                 time.perf_counter() - start,
+                planner_s=0.0 if self._planner is None else self._planner.newly_spent_s(),
                 ir=format_graph(lowered.gm.graph),
                 code=generated_code(run),
                 decision=decision,

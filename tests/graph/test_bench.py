@@ -8,28 +8,13 @@ from bench.dispatch.rows import dispatch_row, flip_row
 from bench.dispatch.samples import DispatchTime, FirstFlip
 from bench.dispatch.tables import dispatch_table, flip_table
 from bench.dispatch.timer import TIMED
+from bench.harness.disturbance import disturbed_lines, is_disturbed
 from bench.harness.machine import Machine
 from bench.harness.tables import claim_table, machine_lines
-from bench.overhead.claims import check_claims
-from bench.overhead.rows import CompileRow, compile_row, growth_rows, step_rows
-from bench.overhead.samples import CompileTime, StepTime
-from bench.overhead.tables import compile_table, disturbed_lines, growth_table, step_table
-
-
-def compile_time(first_step_s: float, passes_s: float = 0.0, programs: int = 0, idle_s: float = 0.0) -> CompileTime:
-    return CompileTime(first_step_s, first_step_s - idle_s, 0.01, passes_s, 1, programs)
-
-
-def cases(whole_passes_s: float, unit_first_step_s: float) -> list[CompileRow]:
-    """4 and 32 layers; the arguments are those of 32 layers."""
-    return [
-        compile_row("inductor", "whole", 4, [compile_time(10, 0.1, 2), compile_time(10, 0.2, 2)]),
-        compile_row("inductor", "whole", 32, [compile_time(80, whole_passes_s, 2)]),
-        compile_row("inductor", "unit", 4, [compile_time(10, 0.1, 10)]),
-        compile_row("inductor", "unit", 32, [compile_time(unit_first_step_s, 0.1, 10)]),
-        compile_row("inductor", "reference", 4, [compile_time(9)]),
-        compile_row("inductor", "reference", 32, [compile_time(72)]),
-    ]
+from bench.overhead.claims import check_agreement
+from bench.overhead.rows import agreement_row, step_rows
+from bench.overhead.samples import AgreementTime, StepTime
+from bench.overhead.tables import step_table
 
 
 def test_step_rows_are_medians_and_ratios() -> None:
@@ -44,43 +29,19 @@ def test_step_rows_are_medians_and_ratios() -> None:
     ]
 
 
-def test_compile_rows_take_the_rank_with_the_largest_share() -> None:
-    whole, *_, reference = cases(1.6, 11)
-    assert (whole.num_ranks, whole.passes_s, whole.passes_per_layer_s) == (2, 0.2, 0.05)
-    assert whole.share == pytest.approx(0.02)
-    assert reference.passes_s is reference.share is None
-    assert "2.0%" in compile_table([whole, reference])[1]
-
-
-def test_growth_rows_compare_neighbouring_depths() -> None:
-    whole, unit, reference = growth_rows(cases(1.6, 11))
-    assert (whole.from_layers, whole.to_layers) == (4, 32)
-    assert (whole.first_step, whole.added_layer_s) == pytest.approx((8.0, 2.5))
-    assert (whole.passes_exponent, unit.passes_exponent) == pytest.approx((1.0, 0.0))
-    assert reference.passes_exponent is None
-    assert "4 -> 32" in growth_table([whole, reference])[1]
-
-
-@pytest.mark.parametrize(
-    ("whole_passes_s", "unit_first_step_s", "holds"),
-    [
-        (1.6, 11, [True, True, True, True]),
-        (12.8, 11, [False, True, False, True]),  # quadratic, 16 %
-        (1.6, 80, [True, True, True, False]),
-    ],
-)
-def test_claims_hold_or_not(whole_passes_s: float, unit_first_step_s: float, holds: list[bool]) -> None:
-    checked = check_claims(cases(whole_passes_s, unit_first_step_s), "whole", "unit")
-    assert [claim.holds for claim in checked] == holds
-    assert [line.split()[-1] for line in claim_table(checked)[1:]] == ["yes" if yes else "NO" for yes in holds]
+def test_claims_of_agreement_hold_or_not() -> None:
+    fast = AgreementTime((1e-3,) * 3, (2e-3, 3e-3, 4e-3), 100, 0)
+    row = agreement_row(2, 3, [fast, fast._replace(first_s=(2e-3, 2e-3, 70e-3), operations=1)])
+    assert (row.program_ms, row.entry_ms) == (pytest.approx((2, 70)), pytest.approx((3, 4)))
+    checked = check_agreement(row)
+    assert [claim.holds for claim in checked] == [False, True, False]
+    assert [line.split()[-1] for line in claim_table(checked)[1:]] == ["NO", "yes", "NO"]
 
 
 def test_disturbed_cases_are_said() -> None:
-    still = compile_row("inductor", "whole", 4, [compile_time(10, 0.1, 2, idle_s=0.5)])
-    disturbed = compile_row("inductor", "whole", 4, [compile_time(10, 0.1, 2, idle_s=5.0)])
-    assert (still.disturbed, disturbed.disturbed) == (False, True)
-    assert disturbed_lines([still]) == []
-    assert "1 of 2" in disturbed_lines([still, disturbed])[0]
+    assert (is_disturbed(10.0, 9.5), is_disturbed(10.0, 5.0)) == (False, True)
+    assert disturbed_lines([False]) == []
+    assert "1 of 2" in disturbed_lines([False, True])[0]
 
 
 def test_a_busy_machine_is_said() -> None:

@@ -12,12 +12,12 @@ from torch import nn
 
 import graphshard
 from bench.harness.machine import Machine
+from bench.harness.systems import BACKENDS, PLANS, System, refusal, systems
 from bench.step import __main__ as step
 from bench.step.models import TRAINED, trained_decoder
 from bench.step.resident import peak_bytes, reset_peak, resident_bytes
 from bench.step.rows import TARGETS, CheckRow, TrainingRow, check_row, check_training, training_rows
 from bench.step.samples import FirstSteps, TrainingTurn
-from bench.step.systems import BACKENDS, PLANS, System, refusal, systems
 from bench.step.tables import HEADER, checks_line, noise_lines, training_table
 
 EAGER = System("fsdp2", "eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
+from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
@@ -247,3 +249,20 @@ def test_compiles_are_told_of_once_and_anew_after_a_reset() -> None:
         assert said == ["begin", "compiles", "end"]
         torch.compiler.reset()
         said.clear()
+
+
+def test_timers_of_torchs_compilers_are_nested_as_is_known() -> None:
+    factor = 1.0 + random.SystemRandom().random()  # in no cache
+
+    def loss(x: Tensor) -> Tensor:
+        return (x * factor).sin().sum()
+
+    before_s, graphs, start_s = timed_seconds(), timed_graphs(), time.perf_counter()
+    torch.compile(loss, backend="inductor")(torch.ones(8, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    took_s = time.perf_counter() - start_s
+    timed_s = {name: seconds - before_s.get(name, 0.0) for name, seconds in timed_seconds().items()}
+    phases = exclusive_seconds(timed_s, 0.0)
+    assert timed_graphs() - graphs == 2
+    # A torch may leave its partitioner untimed.
+    assert {name for name in PHASES if phases[name] > 0.0} >= {*PHASES} - {PARTITIONER}
+    assert sum(phases.values()) < took_s

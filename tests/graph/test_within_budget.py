@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from graphshard.graph.plan import Decision
 from graphshard.lowering.driver import after_lowering
 from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.planner import BudgetTooSmall, fsdp2_schedule, simulate
+from graphshard.planning import planning
 from graphshard.planning.extraction import Scene
 from graphshard.planning.planning import Planning, RegionPlanning
 from tests.graph.graphs import toy_forward, toy_weights
@@ -64,3 +66,30 @@ def test_without_a_budget_it_is_what_fsdp2s_schedule_allocates() -> None:
     assert decision.choice.name == "fsdp2"
     assert decision.choice.simulation == simulate(decision.problem, fsdp2_schedule(decision.problem))
     assert peak == decision.budget_bytes > 2**18
+
+
+def test_seconds_of_passes_are_those_of_every_try_without_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_s, real = 0.2, planning.best_schedule
+
+    def slowly(*args: object) -> object:
+        time.sleep(slow_s)
+        return real(*args)  # type: ignore[arg-type]
+
+    def observe(gm: GraphModule, direction: str) -> None:
+        tries.append(direction)
+        time.sleep(slow_s / 4)
+        unforeseen(400)(gm, direction)
+
+    tries: list[str] = []
+    at_ease, _ = lowered(10**6, 4)
+    monkeypatch.setattr(planning, "best_schedule", slowly)
+    marked = toy_forward(toy_weights(6))
+    planner = RegionPlanning(Planning(SCENE, budget_bytes=at_ease))
+    start_s = time.perf_counter()
+    with after_lowering(observe):
+        program, _ = lower_within_budget(marked.gm, marked.ctx, "test", planner, "default")
+    took_s = time.perf_counter() - start_s
+    assert len(tries) > 1
+    assert planner.spent_s >= slow_s * len(tries)
+    assert slow_s / 4 * len(tries) <= program.passes_s <= took_s - planner.spent_s
+    assert (planner.newly_spent_s(), planner.newly_spent_s()) == (planner.spent_s, 0.0)

@@ -1,10 +1,11 @@
-"""What trains in `bench.step`: one model, sharded and compiled in different ways."""
+"""What trains side by side in benches of training: one model, sharded and compiled in different ways."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,6 +24,7 @@ SYSTEM_NAMES: tuple[SystemName, ...] = get_args(SystemName)
 PEERS: tuple[SystemName, ...] = ("fsdp2", "fsdp2+compile")
 BACKENDS = ("inductor", "aot_eager")
 PLANS = ("fsdp2", "auto")
+REGIONS = ("model", "unit")
 # More than any model here can use: the planner is free.
 MEMORY_BUDGET_BYTES = 64 * 2**30
 
@@ -48,13 +50,16 @@ class System:
         return f"{self.name}, {self.backend}, plan {self.plan}{regions}"
 
 
-def systems(names: Sequence[SystemName], backends: Sequence[str], plans: Sequence[str]) -> list[System]:
-    """All that are asked for; `backends` and `plans` are graphshard's."""
+def systems(
+    names: Sequence[SystemName], backends: Sequence[str], plans: Sequence[str], regions: Sequence[str] = ("model",)
+) -> list[System]:
+    """All that are asked for; `backends`, `plans` and `regions` are graphshard's."""
     found = []
     for name in dict.fromkeys(names):
         if name == "graphshard":
             found += [
-                System(name, backend, plan) for backend in dict.fromkeys(backends) for plan in dict.fromkeys(plans)
+                System(name, *asked)
+                for asked in product(dict.fromkeys(backends), dict.fromkeys(plans), dict.fromkeys(regions))
             ]
         else:
             found.append(System(name, "eager" if name == "fsdp2" else "inductor"))
