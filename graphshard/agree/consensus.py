@@ -82,7 +82,14 @@ class Consensus:
         """Whether there are other ranks."""
         return self._store is not None
 
-    def settle(self, key: str, what: str, decide: Callable[[], str], leader: int | None = None) -> str:
+    def settle(
+        self,
+        key: str,
+        what: str,
+        decide: Callable[[], str],
+        leader: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> str:
         """The decision on `key`.
 
         Args:
@@ -90,6 +97,7 @@ class Consensus:
             what: in words, for errors.
             decide: makes the decision, on the rank that leads.
             leader: that rank; None: the lowest.
+            meanwhile: is called first on a rank that does not lead, whether it would have to wait or not.
 
         Raises:
             RanksDiffer: the leader has decided nothing until the deadline, or could not.
@@ -97,7 +105,7 @@ class Consensus:
         if (found := self._decided.get(key)) is None:
             leader = self.ranks[0] if leader is None else leader
             leads = self._store is None or self.rank == leader
-            found = self._lead(key, decide) if leads else self._follow(key, what, decide, leader)
+            found = self._lead(key, decide) if leads else self._follow(key, what, decide, leader, meanwhile)
             self._decided[key] = found
         return found
 
@@ -196,9 +204,13 @@ class Consensus:
             self._store.set(self._name(key), _DECIDED + found)
         return found
 
-    def _follow(self, key: str, what: str, decide: Callable[[], str], leader: int) -> str:
+    def _follow(
+        self, key: str, what: str, decide: Callable[[], str], leader: int, meanwhile: Callable[[], None] | None
+    ) -> str:
         assert self._store is not None
         name = self._name(key)
+        if meanwhile is not None:
+            meanwhile()
         if not self._wait(name, {name: leader}, self.deadline_s):
             raise self._never_came(what, [leader])
         text = self._store.get(name)

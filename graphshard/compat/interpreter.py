@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import ParamSpec, TypeVar
@@ -34,11 +36,31 @@ def with_room(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return result
 
 
-def roomy(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that is always called so, for those that trace or lower."""
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """The cyclic collector would walk all that Dynamo keeps, again and again, and find little: 10 % of a first step,
+    40 % of the passes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def call_to_compile(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls what traces or lowers: with room, and without collection."""
+    with without_collection():
+        return with_room(function, *args, **kwargs)
+
+
+def compiles(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that is always called so."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return with_room(function, *args, **kwargs)
+        return call_to_compile(function, *args, **kwargs)
 
     return called

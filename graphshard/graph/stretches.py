@@ -130,7 +130,15 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     if running:
         found.append(tuple(running))
     symbols = _symbols(graph)
-    return [_stretch(nodes, symbols) if isinstance(nodes, tuple) else nodes for nodes in found]
+    return [nodes if isinstance(nodes, Node) else _alone(nodes) or _stretch(nodes, symbols) for nodes in found]
+
+
+def _alone(nodes: Sequence[Node]) -> Node | None:
+    """A stretch's only operator, with which there is nothing to fuse, where it does the same outside Inductor."""
+    (node, *others), kind = nodes, str(nodes[0].target)
+    if others or any(read.op == "get_attr" for read in node.all_input_nodes):
+        return None
+    return node if kind.startswith(("aten.", "prims.")) and not kind.startswith("prims.inductor_") else None
 
 
 def looks_up_seed(node: Node) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard import env
 from graphshard.compat.inductor import copy_graph, log_artifact
+from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
@@ -91,19 +91,7 @@ def check_partition(forward: GraphModule, num_results: int) -> None:
         verify.check_reshard(forward.graph, num_results)
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Python's cyclic collector would walk all that Dynamo keeps, again and again: 40 % of the passes' time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     """Makes one program of a marked graph; `gm` stays as it is.
 

@@ -152,6 +152,15 @@ class RegionPlanning:
         finally:
             self.spent_s += time.perf_counter() - start_s
 
+    @contextmanager
+    def noting(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Inside, another is told what the user should know."""
+        before, self.note = self.note, note
+        try:
+            yield
+        finally:
+            self.note = before
+
     def forget(self) -> None:
         """Forgets what was decided last."""
         self.latest, self.replayed = None, False

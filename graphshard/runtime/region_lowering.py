@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import generated_code
-from graphshard.compat.interpreter import roomy
+from graphshard.compat.interpreter import compiles
 from graphshard.compat.results import hide_results
 from graphshard.errors import UnsupportedModel
 from graphshard.faults import compiling
@@ -36,8 +36,8 @@ from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.driver import Lowered
 from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.passes.apply_residency import REJOINED
-from graphshard.plan_file import program_flags
-from graphshard.planner import Problem
+from graphshard.plan_file import PlanMismatch, program_flags
+from graphshard.planner import BudgetTooSmall, Problem
 from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
@@ -85,6 +85,7 @@ class RegionLowering:
         self.structure = ""
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
         self.leader: int | None = None
+        self._expects = True  # that the leader decides what this rank would
         planning, note = runtime.context.planning, runtime.context.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
 
@@ -119,13 +120,20 @@ class RegionLowering:
         if kept is not None:
             holdings.residency.decide({unit: unit.name in kept for unit in binding.units})
 
-    def settled(self, what: str, binding: Binding, decide: Callable[[], str], state: str = "") -> str:
-        """What all ranks do for this region, as one of them decides it."""
+    def settled(
+        self,
+        what: str,
+        binding: Binding,
+        decide: Callable[[], str],
+        state: str = "",
+        meanwhile: Callable[[], None] | None = None,
+    ) -> str:
+        """What all ranks do for this region, as one of them decides it; see `Consensus.settle`."""
         consensus, names = self.runtime.context.consensus, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         if flags := shown_state(state):
             shown = f"{shown} [{flags}]"
-        return consensus.settle(program_key(what, self.structure, state), shown, decide, self.leader)
+        return consensus.settle(program_key(what, self.structure, state), shown, decide, self.leader, meanwhile)
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
@@ -156,7 +164,7 @@ class RegionLowering:
                     "parameter has its place among the inputs; run this model with `graphshard.eager(model)`"
                 )
 
-    @roomy
+    @compiles
     def lower(
         self,
         graph: MarkedGraph,
@@ -236,21 +244,38 @@ class RegionLowering:
     ) -> tuple[Lowered, Decision | None, Contract | None]:
         """The program whose collectives are those of its contract: of this rank's making, or of another's."""
         made: list[tuple[Lowered, Decision | None]] = []
-        params = contract_params(binding)
+        params, planner = contract_params(binding), self._planner
+        expected, notes = "", list[str]()
 
         def decide() -> str:
-            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named))
+            made.append(lower_within_budget(graph.gm, ctx, title, planner, named))
             lowered, decision = made[0]
             return contract_of(lowered.gm.graph, decision, params).text()
 
-        if self._planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
+        if planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
             decide()
             return *made[0], None
-        contract = Contract.parse(self.settled(f"{graph.direction} {graph.part}".rstrip(), binding, decide, state))
+
+        def expect() -> None:
+            nonlocal expected
+            with suppress(BudgetTooSmall, PlanMismatch), planner.noting(notes.append):
+                expected = decide()
+
+        what = f"{graph.direction} {graph.part}".rstrip()
+        # Most often ranks are alike, and decide the same: then nothing is left to do when the decision comes, and their
+        # programs are equal, so that they share what is compiled.
+        text = self.settled(what, binding, decide, state, expect if self._expects else None)
+        contract = Contract.parse(text)
         self.runtime.follower.learn(self.structure, graph.direction, contract)
+        if expected and expected != text:
+            self._expects = False
+            made.clear()
+        elif expected:
+            for line in notes:
+                planner.note(line)
         if not made:
             contract = contract.for_params(params)
-            made.append(lower_within_budget(graph.gm, ctx, title, self._planner, named, contract))
+            made.append(lower_within_budget(graph.gm, ctx, title, planner, named, contract))
         return *made[0], contract
 
     def accumulates_sharded(self, graph: MarkedGraph, binding: Binding) -> str:

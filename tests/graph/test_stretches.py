@@ -186,11 +186,11 @@ def test_bodies_are_shared_between_programs_but_for_symbols_of_other_captures() 
 
 def test_ranks_of_a_host_begin_with_other_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(x: Tensor) -> Tensor:
-        return ((x * 2).exp() @ x).sin()
+        return (x * 2).exp().relu().sin().abs().cos().neg().tanh()
 
     gm = make_fx(function, tracing_mode="fake")(torch.ones(6, 6))
-    for node in gm.graph.nodes:
-        node.meta["seam"] = True
+    for place, node in enumerate(gm.graph.nodes):
+        node.meta["seam"] = place % 2 == 1
     orders = []
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -198,3 +198,12 @@ def test_ranks_of_a_host_begin_with_other_bodies(monkeypatch: pytest.MonkeyPatch
         orders.append(compiled(Bodies(), gm))
     assert len(orders[0]) == 4
     assert orders[1] == [*orders[0][2:], *orders[0][:2]]
+
+
+def test_operator_with_which_nothing_is_fused_runs_as_it_is() -> None:
+    gm = make_fx(lambda x: x @ x, tracing_mode="fake")(torch.ones(6, 6))
+    (step,) = cut(gm.graph)
+    assert not isinstance(step, Stretch)
+    seeded = make_fx(lambda s: torch.ops.prims.inductor_random([4], s, "rand"), tracing_mode="fake")(torch.tensor(7))
+    (step,) = cut(seeded.graph)
+    assert isinstance(step, Stretch)  # eager's would not read its seed
