@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -57,17 +56,17 @@ def write_entry(key: str, content: bytes) -> None:
 
 
 def _write(key: str, content: bytes) -> None:
-    path = _path(key)
-    unfinished = path.with_name(f"{key}.{os.getpid()}.{threading.get_ident()}")
     try:
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{key}.{uuid4().hex}")
         try:
             unfinished.write_bytes(content)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("graphshard: cache: %s cannot be written: %s", path, error)
+        log.warning("graphshard: cache: entry %s cannot be written: %s", key[:16], error)
 
 
 def _path(key: str) -> Path:

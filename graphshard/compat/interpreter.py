@@ -50,17 +50,11 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def call_to_compile(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls what traces or lowers: with room, and without collection."""
-    with without_collection():
-        return with_room(function, *args, **kwargs)
-
-
-def compiles(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that is always called so."""
+def roomy(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that is always called with room."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call_to_compile(function, *args, **kwargs)
+        return with_room(function, *args, **kwargs)
 
     return called

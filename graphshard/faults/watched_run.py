@@ -102,8 +102,8 @@ def compiling(model: str, what: str) -> Iterator[None]:
     outer = activity.compiling
     activity.set_compiling(what)
     _say(model, what)
-    progress.begin(f"graphshard compiles {what} of {model}")
     try:
+        progress.begin(f"graphshard compiles {what} of {model}")
         yield
     finally:
         progress.end()

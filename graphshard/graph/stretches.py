@@ -114,7 +114,8 @@ def cut(graph: Graph) -> list[Node | Stretch]:
         if node.op in ("placeholder", "output") or node in placed:
             continue
         if _runs_by_itself(node):
-            if running and (node.target in _BY_ITSELF or not running.keys().isdisjoint(node.all_input_nodes)):
+            ends = node.target in _BY_ITSELF or node.meta.get("seam")
+            if running and (ends or not running.keys().isdisjoint(node.all_input_nodes)):
                 found.append(tuple(running))
                 running.clear()
             found.append(node)
@@ -135,10 +136,10 @@ def cut(graph: Graph) -> list[Node | Stretch]:
 
 def _alone(nodes: Sequence[Node]) -> Node | None:
     """A stretch's only operator, with which there is nothing to fuse, where it does the same outside Inductor."""
-    (node, *others), kind = nodes, str(nodes[0].target)
+    node, *others = nodes
     if others or any(read.op == "get_attr" for read in node.all_input_nodes):
         return None
-    return node if kind.startswith(("aten.", "prims.")) and not kind.startswith("prims.inductor_") else None
+    return node if str(node.target).startswith(("aten.", "prims.iota.")) else None
 
 
 def looks_up_seed(node: Node) -> bool:

@@ -41,7 +41,8 @@ _after_lowering: ContextVar[tuple[_Observer, ...]] = ContextVar("after_lowering"
 
 @contextmanager
 def after_lowering(observer: _Observer) -> Iterator[None]:
-    """Calls `observer(gm, direction)` on every program that is lowered inside, before it is compiled.
+    """Calls `observer(gm, direction)` on every program that is lowered inside, before it is compiled: on those, too,
+    that this rank expects in vain, since another one decides otherwise.
 
     For tools and tests: the observer may read the graph, or change it on purpose to see that a check notices.
     """

@@ -1,8 +1,8 @@
 """What the planner found in earlier processes, by all that it follows from: the problem, the budget and the sources.
 
-Only the rank that decides for all reads and writes it, and what it decides is the same with an entry or without: one
-that misses it plans again. Entries lie beside Inductor's, and go wherever `torch.compiler.save_cache_artifacts` takes
-those. ``torch.compiler.config.force_disable_caches`` turns it off.
+What a rank decides is the same with an entry or without: one that misses it plans again. Entries lie beside Inductor's,
+and go wherever `torch.compiler.save_cache_artifacts` takes those. ``torch.compiler.config.force_disable_caches`` turns
+it off.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 import torch.distributed as dist
@@ -12,6 +15,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import TaskID
+
+log = logging.getLogger("graphshard")
 
 PATIENCE_S = 3.0
 
@@ -62,17 +67,21 @@ class Progress:
             self._update()
             if self._running:
                 return
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._display is not None:
-                self._display.stop()
+            timer, display = self._timer, self._display
             self._timer = self._display = self._line = None
+            if timer is not None:
+                timer.cancel()
+            if display is not None:
+                with _never_in_the_way():
+                    display.stop()
 
     def _is_wanted(self) -> bool:
-        file = sys.stderr if self._file is None else self._file
-        if not file.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        if dist.is_initialized() and dist.get_rank() != 0:
             return False
-        return not dist.is_initialized() or dist.get_rank() == 0
+        file = sys.stderr if self._file is None else self._file
+        with suppress(Exception):  # whatever stands in its place
+            return file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        return False
 
     def _show(self) -> None:
         try:
@@ -81,27 +90,37 @@ class Progress:
             from rich.progress import Progress as Display
         except ImportError:
             return
-        with self._lock:
+        with self._lock, _never_in_the_way():
             if not self._running or self._timer is not threading.current_thread():
                 return
-            self._display = Display(
+            display = Display(
                 TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(),
                 console=Console(file=self._file, stderr=True), transient=True,
                 redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
-            self._line = self._display.add_task("", total=None)
-            task = self._display.tasks[0]
+            self._line = display.add_task("", total=None)
+            task = display.tasks[0]
             task.start_time = task.get_time() - self._patience_s
+            self._display = display
             self._update()
-            self._display.start()
+            display.start()
 
     def _update(self) -> None:
         if self._display is not None and self._line is not None and self._running:
             done, total = self._counted
             counted = f": {done} of {total}" if total else ""
-            self._display.update(
-                self._line, description=self._running[-1] + counted, completed=done, total=total or None
-            )
+            text = self._running[-1] + counted
+            with _never_in_the_way():
+                self._display.update(self._line, description=text, completed=done, total=total or None)
+
+
+@contextmanager
+def _never_in_the_way() -> Iterator[None]:
+    """A terminal that is gone ends no training: rich leaves the program where a pipe is broken."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        log.debug("graphshard: progress: %s", error)
 
 
 # Of this process.

@@ -22,7 +22,7 @@ from graphshard.compat.inductor import (
     compile_region_inductor,
     source_digest,
 )
-from graphshard.compat.interpreter import call_to_compile
+from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
@@ -104,7 +104,8 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
         compile_region = compile_region_inductor if inductor else compile_region_aot
-        compiled = call_to_compile(compile_region, gm, inputs, captured.compile, partitioner)
+        with without_collection():
+            compiled = with_room(compile_region, gm, inputs, captured.compile, partitioner)
 
         def run(*args: Any) -> Any:
             results = compiled(*args)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.compat.dynamo import BackendCompilerFailed
-from graphshard.compat.interpreter import call_to_compile
+from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import module_call
 from graphshard.errors import RanksDiffer
 from graphshard.faults import note_compiles
@@ -83,7 +83,7 @@ class EntryPoints:
                 fullgraph=self._options.fullgraph,
                 dynamic=self._options.dynamic,
             )
-            return call_to_compile(function, module, args, kwargs)
+            return with_room(function, module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
                 raise error.inner_exception from None

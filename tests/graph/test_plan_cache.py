@@ -130,11 +130,12 @@ def test_artifacts_carry_plans_to_another_machine(tmp_path: Path, monkeypatch: p
     assert not is_planned_again()
 
 
+@pytest.mark.parametrize("blocked", ["one", "one/graphshard"])
 def test_folder_that_cannot_be_written_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blocked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "graphshard").write_text("a file")
+    (tmp_path / blocked).parent.mkdir(exist_ok=True)
+    (tmp_path / blocked).write_text("a file")
     assert is_planned_again()
     assert "cannot be written" in caplog.text
 

@@ -57,6 +57,30 @@ def test_pipes_and_dumb_terminals_get_nothing(dumb: str, monkeypatch: pytest.Mon
     assert file.getvalue() == ""
 
 
+class Gone(Terminal):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(text)
+
+
+class Logger:
+    """What some programs put in the place of standard error."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@pytest.mark.parametrize("kind", [Gone, Logger])
+def test_terminal_that_is_gone_is_no_reason_to_stop(kind: type) -> None:
+    progress = Progress(kind(), 0.0)
+    for _ in range(2):
+        progress.begin("one")
+        time.sleep(0.2)
+        progress.count(1, 2)
+        progress.end()
+
+
 def test_line_stays_while_something_is_compiled_and_comes_again() -> None:
     file = Terminal()
     progress = Progress(file, 0.0)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.graph.ir import PassContext
-from graphshard.graph.stretches import Stretch, cut, undivided
+from graphshard.graph.stretches import Stretch, cut, looks_up_seed, undivided
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.flat_program import Body, FlatProgram
 from graphshard.passes import outline_blocks
@@ -198,6 +198,19 @@ def test_ranks_of_a_host_begin_with_other_bodies(monkeypatch: pytest.MonkeyPatch
         orders.append(compiled(Bodies(), gm))
     assert len(orders[0]) == 4
     assert orders[1] == [*orders[0][2:], *orders[0][:2]]
+
+
+def test_stretch_ends_at_a_seam_wherever_it_falls() -> None:
+    def function(x: Tensor, seeds: Tensor) -> Tensor:
+        kept = torch.ops.prims.inductor_random([6, 6], torch.ops.prims.inductor_lookup_seed(seeds, 0), "rand")
+        return x.sin().cos() * kept + 1
+
+    gm = make_fx(function, tracing_mode="fake")(X[:, :6].new_ones(6, 6), torch.zeros(2, dtype=torch.int64))
+    (seed,) = (node for node in gm.graph.nodes if looks_up_seed(node))
+    next(node for node in gm.graph.nodes if "cos" in str(node.target)).append(seed)
+    assert sum(isinstance(step, Stretch) for step in cut(gm.graph)) == 1
+    seed.meta["seam"] = True
+    assert sum(isinstance(step, Stretch) for step in cut(gm.graph)) == 2
 
 
 def test_operator_with_which_nothing_is_fused_runs_as_it_is() -> None:
