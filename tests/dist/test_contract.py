@@ -19,7 +19,6 @@ import graphshard
 from graphshard.api import engine_of
 from graphshard.agree.rank_store import RankStore
 from graphshard.following import route, variants
-from graphshard.lowering.driver import after_lowering
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM
@@ -385,23 +384,3 @@ def two_calls(who: int) -> None:
 @pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
 def test_graph_breaks_on_one_rank_in_one_of_two_calls(two_ranks: WorkerPool, who: int) -> None:
     two_ranks.run(two_calls, who)
-
-
-def tries(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """How often this rank lowers in a step, and how many programs come of it."""
-    torch.manual_seed(0)
-    model: Any = graphshard.compile(Blocks(), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager")
-    lowered: list[str] = []
-    with after_lowering(lambda _, direction: lowered.append(direction)):
-        model(torch.randn(sizes[dist.get_rank()], DIM)).square().mean().backward()
-    return len(lowered), len(graphshard.report(model).programs)
-
-
-def test_rank_that_expects_what_is_decided_lowers_once(two_ranks: WorkerPool) -> None:
-    assert two_ranks.run(tries, (4, 4)) == [(2, 2), (2, 2)]
-
-
-def test_rank_that_expects_something_else_is_wrong_once(two_ranks: WorkerPool) -> None:
-    alike, (more, programs) = two_ranks.run(tries, (4, 4000))
-    assert alike == (2, 2)
-    assert (more, programs) == (3, 2)

@@ -69,7 +69,7 @@ def test_without_a_budget_it_is_what_fsdp2s_schedule_allocates() -> None:
 
 
 def test_seconds_of_passes_are_those_of_every_try_without_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_s, real = 0.2, planning.best_schedule
+    slow_s, real = 0.2, planning.remembered_schedule
 
     def slowly(*args: object) -> object:
         time.sleep(slow_s)
@@ -82,7 +82,7 @@ def test_seconds_of_passes_are_those_of_every_try_without_the_planners(monkeypat
 
     tries: list[str] = []
     at_ease, _ = lowered(10**6, 4)
-    monkeypatch.setattr(planning, "best_schedule", slowly)
+    monkeypatch.setattr(planning, "remembered_schedule", slowly)
     marked = toy_forward(toy_weights(6))
     planner = RegionPlanning(Planning(SCENE, budget_bytes=at_ease))
     start_s = time.perf_counter()
