@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-
-import torch
 
 import graphshard
 from bench.compile.claims import check_claims
@@ -27,7 +24,7 @@ from bench.compile.rows import CompileRow, GrowthRow, check_losses, compile_rows
 from bench.compile.tables import compile_table, fake_table, growth_table
 from bench.harness.claims import Claim
 from bench.harness.disturbance import disturbed_lines
-from bench.harness.machine import Machine
+from bench.harness.machine import Machine, versions
 from bench.harness.printing import say, say_progress
 from bench.harness.tables import claim_table, load_lines, machine_lines
 from graphshard.env import verify_level
@@ -103,11 +100,7 @@ def json_text(
 ) -> str:
     """What `--json` writes."""
     written = {
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "graphshard": graphshard.__version__,
-        },
+        "versions": versions(),
         "machine": {**asdict(machine), "load_after": os.getloadavg()[0]},
         "rows": [asdict(row) for row in rows],
         "growth": [asdict(row) for row in growth],

@@ -12,8 +12,19 @@ from pathlib import Path
 
 import torch
 
+import graphshard
+
 # Of the cores, before the bench starts: above it, others' work is in every number.
 MAX_IDLE_LOAD = 0.25
+
+
+def versions() -> dict[str, str]:
+    """Of what was measured, for JSON files."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "graphshard": graphshard.__version__,
+    }
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 import graphshard
-from bench.harness.machine import Machine
+from bench.harness.machine import Machine, versions
 from bench.harness.printing import say, say_progress
 from bench.schedule.cases import MODELS, QUICK, Case, CaseModel, make_case, trace_model
 from bench.schedule.rows import OURS, SYSTEMS, TORCH, ScheduleRow, case_rows, schedule_table, summary_lines
@@ -97,12 +96,7 @@ def budgets_of(case: Case, budget_gb: float) -> dict[str, int]:
 def json_text(machine: Machine, options: ScheduleOptions, rows: Sequence[ScheduleRow], load: float) -> str:
     """What `--json` writes."""
     written = {
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "graphshard": graphshard.__version__,
-            "cost_formulas": FORMULAS,
-        },
+        "versions": {**versions(), "cost_formulas": FORMULAS},
         "machine": {**asdict(machine), "load_after": load, "planned_for": options.hardware.name},
         "rows": [asdict(row) for row in rows],
     }

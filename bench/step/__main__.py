@@ -9,16 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 import graphshard
-from bench.harness.machine import Machine
+from bench.harness.machine import Machine, versions
 from bench.harness.printing import say, say_progress
 from bench.harness.systems import BACKENDS, PLANS, SYSTEM_NAMES, System, refusal, systems
 from bench.harness.tables import machine_lines
@@ -106,11 +103,7 @@ def json_text(
 ) -> str:
     """What `--json` writes."""
     written = {
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "graphshard": graphshard.__version__,
-        },
+        "versions": versions(),
         "machine": {**asdict(machine), "load_after": load},
         "rows": [asdict(row) for row in rows],
         "checks": [asdict(row) for row in checks],
