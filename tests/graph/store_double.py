@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
-STACK_BYTES = 256 * 1024  # there are a thousand threads
+STACK_BYTES = 256 * 1024  # there are hundreds of threads
 
 
 class CountingStore:
@@ -77,11 +77,14 @@ class RankView:
 
 
 def on_ranks(ranks: Iterable[int], call: Callable[[int], object]) -> dict[int, BaseException | None]:
-    """Calls a function for each rank, in a thread of its own; what each raised."""
+    """Calls a function for each rank, in a thread of its own, once all threads run; what each raised."""
     raised: dict[int, BaseException | None] = {}
+    ranks = list(ranks)
+    running = threading.Barrier(len(ranks))  # starting them takes longer than some deadlines
 
     def run(rank: int) -> None:
         try:
+            running.wait(60.0)
             call(rank)
         except BaseException as error:
             raised[rank] = error
