@@ -12,6 +12,8 @@ MATRIX ?= 2.11.0 2.15.0
 # The Triton that a torch was released with.
 TRITON_2.11.0 := triton==3.6.0
 TRITON_2.15.0 := triton
+# What depends on torch itself: ranks, kernels, and all that it keeps private.
+MATRIX_TESTS := tests/dist $(patsubst %,tests/graph/test_%.py,kernels compat interpreter plan_cache bench_compile)
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -32,7 +34,7 @@ help:
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   host overhead, cost of choosing programs, the first step by phase, training steps, schedules on paper'
 	@echo 'make bench-gpu  copies and overlap on one CUDA GPU, with $(PYTHON), too: every claim in one table, nine minutes'
-	@echo 'make matrix  the parity and kernel tests on torch $(MATRIX), each in a .venv-VERSION of its own'
+	@echo 'make matrix  the tests that depend on torch on torch $(MATRIX), each in a .venv-VERSION of its own'
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
@@ -68,7 +70,7 @@ bench: $(INSTALLED)
 bench-gpu:
 	$(PYTHON) -m bench.gpu
 
-# MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it already.
+# MATRIX_PYTHON_2_11_0=/path/to/python runs that version's tests with an interpreter that has it and the extra "test".
 matrix: $(MATRIX_RUNS)
 
 matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
@@ -76,7 +78,7 @@ matrix_python = $(MATRIX_PYTHON_$(subst .,_,$(1)))
 .SECONDEXPANSION:
 $(MATRIX_RUNS): matrix-%: $$(if $$(call matrix_python,$$*),,.venv-$$*/.installed)
 	@echo '=== torch $* ==='
-	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest tests/dist tests/graph/test_kernels.py $(PYTEST_FLAGS)
+	PYTHONPATH=. $(or $(call matrix_python,$*),.venv-$*/bin/python) -m pytest $(MATRIX_TESTS) $(IN_PARALLEL) $(PYTEST_FLAGS)
 
 define CREATE
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("graphshard needs Python 3.11 or newer; \

@@ -55,6 +55,29 @@ def write_entry(key: str, content: bytes) -> None:
     _write(key, content)
 
 
+def is_first_to_ask(key: str) -> bool:
+    """Whether no process has asked this for `key` in this cache before; True, too, where that cannot be told.
+
+    It is a hint and no lock: whoever was first may be long gone, with or without a result.
+    """
+    if torch.compiler.config.force_disable_caches:
+        return True
+    try:
+        begun = _path(f"{key}.begun")
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        return _created(begun)
+    except OSError:
+        return True
+
+
+def _created(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def _write(key: str, content: bytes) -> None:
     try:
         path = _path(key)

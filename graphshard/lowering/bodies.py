@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch.fx import GraphModule
 
 from graphshard import env
+from graphshard.compat.cache import is_first_to_ask
 from graphshard.compat.inductor import compile_body, compile_graph_inductor, generated_code
 from graphshard.graph.stretches import Stretch, cut, undivided
 from graphshard.lowering.flat_program import Body, FlatProgram, Run
 from graphshard.reporting.progress import progress
+
+Key: TypeAlias = tuple[object, ...]
 
 
 class Bodies:
     """Those of one model."""
 
     def __init__(self) -> None:
-        self._bodies: dict[tuple[object, ...], Body] = {}
+        self._bodies: dict[Key, Body] = {}
 
     def compile_program(
         self, gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any], say: Callable[[str], None]
@@ -39,7 +44,7 @@ class Bodies:
         steps = cut(gm.graph)
         keys = {step: self._key(step, kwargs) for step in steps if isinstance(step, Stretch)}
         missing = {key: step for step, key in keys.items() if key not in self._bodies}
-        for done, key in enumerate(_from_own_part(list(missing))):
+        for done, key in enumerate(_in_turn(missing)):
             progress.count(done, len(missing))
             stretch = missing[key]
             values = [node.meta["val"] for node in stretch.inputs]
@@ -47,13 +52,28 @@ class Bodies:
             self._bodies[key] = Body(run, generated_code(run))
         return FlatProgram(gm, steps, {step: self._bodies[key] for step, key in keys.items()})
 
-    def _key(self, stretch: Stretch, kwargs: dict[str, Any]) -> tuple[object, ...]:
+    def _key(self, stretch: Stretch, kwargs: dict[str, Any]) -> Key:
         # Symbols have their meaning in one capture only.
         return *stretch.key(), stretch.shapes, kwargs.get("is_backward")
 
 
-def _from_own_part(keys: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """Each rank of a host begins elsewhere: what others have compiled meanwhile it finds in Inductor's cache."""
+def _in_turn(missing: Mapping[Key, Stretch]) -> Iterator[Key]:
+    """First what no other rank of this host has begun, beginning elsewhere on each; then what they have, which by then
+    is in Inductor's cache, or is compiled here too: nothing waits for a rank that is gone.
+    """
     rank, ranks = env.place_on_host()
+    keys = list(missing)
     first = len(keys) * rank // ranks
-    return [*keys[first:], *keys[:first]]
+    theirs = []
+    for key in (*keys[first:], *keys[:first]):
+        if ranks == 1 or is_first_to_ask(_digest(key)):
+            yield key
+        else:
+            theirs.append(key)
+    yield from theirs
+
+
+def _digest(key: Key) -> str:
+    """The same on all ranks; keys that differ only in their constants have one, too."""
+    text, *_, is_backward = key
+    return hashlib.sha256(f"{torch.__version__} {is_backward} {text}".encode()).hexdigest()

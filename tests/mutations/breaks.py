@@ -261,6 +261,13 @@ MUTATIONS = (
         "yield protocol.base_us + steps_us, moved / (bytes_per_us * share)",
         ("tests/graph/test_cost_collectives.py",),
     ),
+    Mutation(
+        "ranks of a host compile what others have begun",
+        "graphshard/lowering/bodies.py",
+        "if ranks == 1 or is_first_to_ask(_digest(key)):",
+        "if True:",
+        ("tests/graph/test_bodies.py",),
+    ),
     # -- faults
     Mutation(
         "what an error of a silent rank had said is not told",
