@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -66,8 +67,17 @@ def is_first_to_ask(key: str) -> bool:
         begun = _path(f"{key}.begun")
         begun.parent.mkdir(parents=True, exist_ok=True)
         return _created(begun)
-    except OSError:
+    except OSError as error:
+        _say_unshared(str(error))
         return True
+
+
+@cache
+def _say_unshared(why: str) -> None:
+    """Once for each reason."""
+    log.warning(
+        "graphshard: cache: what other ranks compile cannot be told, so each begins in an order of its own: %s", why
+    )
 
 
 def _created(path: Path) -> bool:

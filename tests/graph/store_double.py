@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
-STACK_BYTES = 256 * 1024  # there are hundreds of threads
+STACK_BYTES = 256 * 1024  # there are a thousand threads
 
 
 class CountingStore:

@@ -17,7 +17,7 @@ from graphshard.agree.rank_store import Store
 from graphshard.errors import RanksDiffer
 
 RANKS = (0, 1, 4)
-MANY = tuple(range(256))
+MANY = tuple(range(1024))
 # Operations: of each rank, and of one that looks who is missing.
 EACH, ONE = 14, 64
 
@@ -40,7 +40,7 @@ def compared(posts: dict[int, Posted], deadline_s: float = 10.0) -> dict[int, st
 
 
 def many(lines: dict[int, list[str]], deadline_s: float) -> tuple[dict[int, str], CountingStore]:
-    """The same for 256 ranks, of which those in `lines` post; with the store that counted."""
+    """The same for 1,024 ranks, of which those in `lines` post; with the store that counted."""
     shared = CountingStore()
     told = compared(
         {rank: post(shared.of(rank), "key", "Net0", rank, MANY, own) for rank, own in lines.items()}, deadline_s
@@ -204,7 +204,7 @@ def test_operations_of_each_rank_do_not_grow_with_the_ranks() -> None:
     assert max(shared.operations.values()) <= EACH
 
 
-@pytest.mark.parametrize("odd", [0, 200])
+@pytest.mark.parametrize("odd", [0, 700])
 def test_operations_do_not_grow_where_one_rank_differs(odd: int) -> None:
     told, shared = many({rank: ["b" if rank == odd else "a"] for rank in MANY}, 60.0)
     assert all(
@@ -214,7 +214,7 @@ def test_operations_do_not_grow_where_one_rank_differs(odd: int) -> None:
     assert_few(shared.operations.values(), len(MANY))
 
 
-@pytest.mark.parametrize("absent", [0, 200])
+@pytest.mark.parametrize("absent", [0, 700])
 def test_operations_do_not_grow_where_one_rank_never_comes(absent: int) -> None:
     told, shared = many({rank: ["a"] for rank in MANY if rank != absent}, 3.0)
     assert len(told) == len(MANY) - 1

@@ -50,11 +50,14 @@ def test_what_ranks_that_died_had_begun_is_compiled(monkeypatch: pytest.MonkeyPa
     assert set(on(1, 3, monkeypatch)) == set(KEYS)
 
 
-def test_each_rank_begins_elsewhere_without_a_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_each_rank_begins_elsewhere_without_a_cache_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.write_text("no folder")
     keys = list(KEYS)
     assert list(on(0, 2, monkeypatch)) == keys
     assert list(on(1, 2, monkeypatch)) == [*keys[3:], *keys[:3]]
+    assert caplog.text.count("what other ranks compile cannot be told") == 1
 
 
 def test_one_rank_alone_and_disabled_caches_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
