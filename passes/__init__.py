@@ -1,7 +1,7 @@
 """THE PAGE: every pass of graphshard, in the order in which they run.
 
-    Dynamo -> CAPTURED -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or as it is
-                                                                 inference         -> PROGRAM
+    Dynamo -> CAPTURED, COLLAPSE -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or
+                                                   EXPAND               -> inference         -> PROGRAM    as it is
 
 A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to
 do), `apply(graph, edit)` does what the edit says. The driver copies the graph of a program (the others change in
@@ -20,6 +20,8 @@ from graphshard.passes import (
     apply_residency,
     assign_buckets,
     choose_copies,
+    collapse_blocks,
+    expand_blocks,
     fold_unshards,
     fuse_copies,
     insert_collectives,
@@ -53,7 +55,11 @@ class Pass:
 
 CAPTURED = (Pass("share_reads", share_reads.decide, share_reads.apply),)
 
+COLLAPSE = Pass("collapse_blocks", collapse_blocks.decide, collapse_blocks.apply, optional=True)
+EXPAND = Pass("expand_blocks", expand_blocks.decide, expand_blocks.apply)
+
 JOINT = (
+    EXPAND,
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
     Pass("tag_reshard", tag_reshard.decide, tag_reshard.apply),
 )

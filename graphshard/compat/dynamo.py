@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from graphshard.compat.inductor import copy_graph
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -65,3 +69,26 @@ def sets_grad_mode(node: Node) -> bool | None:
     if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
         return bool(node.args[0])
     return None
+
+
+def changes_autocast(node: Node) -> int | None:
+    """1: a node of a captured graph enters autocast, -1: it leaves it; None: neither."""
+    if node.op != "call_function":
+        return None
+    name = getattr(node.target, "__name__", "")
+    return {"_enter_autocast": 1, "_exit_autocast": -1}.get(name)
+
+
+def is_wrapper(value: Tensor) -> bool:
+    """Whether a tensor stands for others, as a DTensor does."""
+    found: bool = is_traceable_wrapper_subclass(value)
+    return found
+
+
+def copy_captured(gm: GraphModule) -> Graph:
+    """A copy of a captured graph that AOTAutograd takes for it."""
+    graph = copy_graph(gm)
+    for node, copy in zip(gm.graph.nodes, graph.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):  # of an argument
+            copy._dynamo_source = node._dynamo_source
+    return graph

@@ -19,9 +19,9 @@ from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
-from graphshard.passes import CAPTURED, JOINT, PROGRAM, Pass
+from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, PROGRAM, Pass
 
-OPTIONAL = frozenset(step.name for step in (*JOINT, *PROGRAM) if step.optional)
+OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
 
 
 def check_environment() -> None:
@@ -76,6 +76,20 @@ def run_captured_passes(gm: GraphModule, title: str) -> None:
                         verify.check_lint(inner.graph)
                     _dump(env.dump_dir(), f"{title}{'.' + name if name else ''}", 1, step.name, inner.graph, str(edit))
                     inner.recompile()
+
+
+def collapse(graph: Graph, edit: object, title: str) -> None:
+    """Runs `COLLAPSE` on a graph of Dynamo's as an edit says, in place."""
+    COLLAPSE.apply(graph, edit)
+    if env.verify_level():
+        verify.check_lint(graph)
+    _dump(env.dump_dir(), f"{title}.captured", 2, COLLAPSE.name, graph, str(edit))
+
+
+def expand(gm: GraphModule, title: str) -> None:
+    """Runs `EXPAND` on a graph for inference, in place."""
+    _run(gm.graph, (EXPAND,), PassContext("inference"), title)
+    gm.recompile()
 
 
 def run_joint_passes(gm: GraphModule, title: str = "joint") -> float:

@@ -128,6 +128,7 @@ class Report:
         fallbacks: one line for each thing that is not compiled or that is ignored, by name.
         notes: one line for each thing that runs in programs, but not as the model's graphs would have it.
         joint_passes_s: seconds in passes on joint graphs, all regions.
+        traced_once: (blocks, bodies) of equal blocks of regions: how many there are, and how many were traced.
     """
 
     programs: list[ProgramRecord] = field(default_factory=list)
@@ -137,6 +138,7 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     joint_passes_s: float = 0.0
+    traced_once: tuple[int, int] = (0, 0)
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -162,8 +164,14 @@ class Report:
         """Logs a warning the first time, and keeps it in `notes`."""
         _say_once(self.notes, line)
 
+    def traces_once(self, blocks: int, bodies: int) -> None:
+        """Counts blocks that share the trace of a body."""
+        self.traced_once = self.traced_once[0] + blocks, self.traced_once[1] + bodies
+
     def __str__(self) -> str:
         lines = [f"{self.regions} regions, {len(self.programs)} programs"]
+        if self.traced_once[0]:
+            lines[0] += "; of {} equal blocks {} traced".format(*self.traced_once)
         for p in self.programs:
             counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
             where = "one unit" if p.region < 0 else f"region {p.region}"

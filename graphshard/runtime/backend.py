@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import ends_in_graph_break
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
@@ -27,6 +28,7 @@ from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
+from graphshard.lowering.traced_blocks import compile_traced_once
 from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -105,7 +107,14 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
         )
         compile_region = compile_region_inductor if inductor else compile_region_aot
         with without_collection():
-            compiled = with_room(compile_region, gm, inputs, captured.compile, partitioner)
+            compiled = with_room(
+                compile_traced_once,
+                gm,
+                lambda part, values: trace_apart(part, values, compile_region),
+                lambda: compile_region(gm, inputs, captured.compile, partitioner),
+                runtime.context.report,
+                f"{runtime.context.name}.region{number}",
+            )
 
         def run(*args: Any) -> Any:
             results = compiled(*args)

@@ -20,6 +20,7 @@ from graphshard.graph.ir import (
     Direction,
     output_args,
 )
+from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.program_runner import ProgramRunner
@@ -76,6 +77,8 @@ class Region:
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         runtime, planning = self._lowering.runtime, self._lowering.runtime.context.planning
+        if direction == "inference":
+            driver.expand(gm, f"{runtime.context.name}.region{self.number}.inference")
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._lowering.check_slots(graph)
         if planning is not None:

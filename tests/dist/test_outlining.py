@@ -1,9 +1,10 @@
-"""Equal blocks share compiled bodies: as many for many blocks as for few, with the results of eager FSDP2."""
+"""Equal blocks share traces and compiled bodies: as many for many blocks as for few, with the results of eager FSDP2."""
 
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -88,12 +89,24 @@ def test_outlined_blocks_accumulate(run: TrainingRun) -> None:
             optimizer.zero_grad()
 
 
-def planned(options: dict[str, bool]) -> None:
+def traced_once_by_rank_0() -> AbstractContextManager[Any]:
+    """Other ranks trace equal blocks one by one."""
+    if torch.distributed.get_rank() == 0:
+        return nullcontext()
+    return mock.patch.object(graphshard.passes.collapse_blocks, "find_blocks", lambda graph: [])
+
+
+def planned(options: dict[str, bool], inputs: Callable[[int, int], tuple[Tensor]]) -> None:
     seams: list[int] = []
-    with after_lowering(lambda gm, direction: seams.append(sum(node.meta.get("seam", False) for node in gm.graph.nodes))):
+    with (
+        traced_once_by_rank_0(),
+        after_lowering(
+            lambda gm, direction: seams.append(sum(node.meta.get("seam", False) for node in gm.graph.nodes))
+        ),
+    ):
         check_parity(
             build=lambda: Stack(6, **options),
-            inputs=models.growing_features,
+            inputs=inputs,
             mesh=init_device_mesh("cpu", (2,)),
             backend="inductor",
             steps=3,
@@ -105,6 +118,28 @@ def planned(options: dict[str, bool]) -> None:
     assert seams and min(seams) >= 5, seams
 
 
-@pytest.mark.parametrize("options", [{"checkpointed": True}, {"tied": True}], ids=str)
-def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool, options: dict[str, bool]) -> None:
-    two_ranks.run(planned, options)
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [({"checkpointed": True}, models.growing_features), ({"tied": True}, models.features)],
+    ids=["checkpointed", "tied"],
+)
+def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool, options: dict[str, bool], inputs: Any) -> None:
+    two_ranks.run(planned, options, inputs)
+
+
+def traced(options: dict[str, bool]) -> None:
+    with traced_once_by_rank_0():
+        check_parity(
+            build=lambda: Stack(6, **options),
+            inputs=models.features,
+            mesh=init_device_mesh("cpu", (2,)),
+            backend="aot_eager",
+            steps=2,
+            optimizer=sgd,
+            expect_collectives=None,
+        )
+
+
+@pytest.mark.parametrize("options", [{"checkpointed": True, "tied": True}, {"dropout": True}], ids=str)
+def test_blocks_that_one_rank_traces_once_keep_every_bit(two_ranks: WorkerPool, options: dict[str, bool]) -> None:
+    two_ranks.run(traced, options)

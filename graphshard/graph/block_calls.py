@@ -1,0 +1,128 @@
+"""Operators that stand for a block of a model while the rest of it is traced: the block is traced once by itself, and
+its nodes take the place of each call behind the trace.
+
+A call is known by a name, ``body#number``. Its values are what the trace of the body found (`register`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+_LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("block(Tensor[] inputs, str call) -> Tensor[]")
+_LIBRARY.define("block_backward(Tensor[] grads, str call) -> Tensor[]")
+_LIBRARY.define("pass_on(Tensor value) -> Tensor")
+
+BLOCK = torch.ops.graphshard.block.default
+BLOCK_BACKWARD = torch.ops.graphshard.block_backward.default
+PASS_ON = torch.ops.graphshard.pass_on.default
+
+
+class OtherGradients(Exception):
+    """Backward brings a block other gradients than its body was traced with."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """What all calls of equal blocks stand for.
+
+    Attributes:
+        gm: takes inputs, then gradients of outputs; returns outputs, then gradients of inputs (None: there is none).
+            Where no gradient is asked for, it takes inputs and returns outputs.
+        outputs: fake values.
+        taken: (number of an output, fake value of its gradient).
+        grads: fake values of the gradients of its inputs.
+    """
+
+    gm: GraphModule
+    outputs: tuple[Tensor, ...]
+    taken: tuple[tuple[int, Tensor], ...]
+    grads: tuple[Tensor | None, ...]
+
+
+_bodies: dict[str, Body] = {}
+
+
+def body_of(call: str) -> Body:
+    """The body that a call stands for."""
+    return _bodies[call.partition("#")[0]]
+
+
+@contextmanager
+def registered(bodies: dict[str, Body]) -> Iterator[None]:
+    """Inside, calls of `bodies` can be traced. Names are unique in the process."""
+    _bodies.update(bodies)
+    try:
+        yield
+    finally:
+        for name in bodies:
+            del _bodies[name]
+
+
+def call_block(call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Calls a block while its surroundings are traced."""
+    if body_of(call).taken:
+        outputs: tuple[Tensor, ...] = _Call.apply(call, *inputs)  # type: ignore[no-untyped-call]
+        return outputs
+    return tuple(BLOCK(list(inputs), call))
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = tuple(BLOCK(list(inputs), call))
+        taken = {number for number, _ in body_of(call).taken}
+        ctx.mark_non_differentiable(*(value for number, value in enumerate(outputs) if number not in taken))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        body = body_of(ctx.call)
+        taken = []
+        for number, want in body.taken:
+            grad = grads[number]
+            if grad is None:
+                raise OtherGradients("the loss does not depend on all that a block returns")
+            if (grad.stride(), grad.dtype) != (want.stride(), want.dtype):
+                raise OtherGradients(f"a gradient has strides {grad.stride()}, its value {want.stride()}")
+            taken.append(grad)
+        given = iter(BLOCK_BACKWARD(taken, ctx.call))
+        return None, *(None if grad is None else next(given) for grad in body.grads)
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _block_fake(inputs: Sequence[Tensor], call: str) -> list[Tensor]:
+    return [_like(value) for value in body_of(call).outputs]
+
+
+def _block_backward_fake(grads: Sequence[Tensor], call: str) -> list[Tensor]:
+    return [_like(value) for value in body_of(call).grads if value is not None]
+
+
+def _pass_on_backward(ctx: Any, grad: Tensor) -> Tensor:
+    passed: Tensor = PASS_ON(grad)
+    return passed
+
+
+def _only_traced(*args: Any) -> Any:
+    raise AssertionError("it stands for others while a model is traced; nothing runs it")
+
+
+torch.library.register_fake("graphshard::block", _block_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::block_backward", _block_backward_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::pass_on", _like, lib=_LIBRARY)
+torch.library.register_autograd("graphshard::pass_on", _pass_on_backward, lib=_LIBRARY)
+for _name in ("block", "block_backward", "pass_on"):
+    _LIBRARY.impl(_name, _only_traced, "CompositeExplicitAutograd")

@@ -1,0 +1,222 @@
+"""Equal blocks of a graph that Dynamo captured: what is computed the same, of other values, one behind the other.
+
+Such a graph has Dynamo's fake values (``meta["example_value"]``), and is not functional yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from graphshard.compat.dynamo import changes_autocast, is_wrapper, sets_grad_mode
+from graphshard.graph.block_calls import PASS_ON
+from graphshard.graph.repeats import Repeat, find_repeats
+
+# Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks.
+_LEAST_BLOCKS = 4
+_LEAST_NODES = 4
+_SIZES = (int, torch.SymInt)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Nodes that are one block.
+
+    Attributes:
+        nodes: in order.
+        inputs: what they read of others.
+        outputs: those that others read.
+        passed: inputs that need a gradient and are read behind the block, too.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    passed: tuple[Node, ...]
+
+    def key(self) -> tuple[str, ...]:
+        """Equal for blocks that compute the same."""
+        names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
+        names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
+        lines = [_kind(node) for node in self.inputs]
+        for node in self.nodes:
+            args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
+            lines.append(f"{_target(node)} {args} {_kind(node)}")
+        return *lines, " ".join(names[node] for node in (*self.outputs, *self.passed))
+
+    def is_static(self) -> bool:
+        """Whether all sizes in it are numbers."""
+        return all(_is_static(part) for node in (*self.inputs, *self.nodes) for part in _parts(value_of_captured(node)))
+
+    def module(self, gm: GraphModule) -> GraphModule:
+        """The block as a graph of its own: takes `inputs`, returns `outputs`, and `passed` by `PASS_ON`.
+
+        Args:
+            gm: it is of.
+        """
+        graph, copies = Graph(), dict[Node, Node]()
+        for place, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"arg{place}_1")
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        # Behind all else, so that its gradient comes first, as that of what is read behind the block does.
+        passed = [graph.call_function(PASS_ON, (copies[node],)) for node in self.passed]
+        graph.output((*(copies[node] for node in self.outputs), *passed))
+        return GraphModule(gm, graph)
+
+
+class _Name(str):
+    """A name in a key, printed as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def find_blocks(graph: Graph) -> list[list[Block]]:
+    """Groups of equal blocks; no two blocks share a node. None is where modes are not what they are around the graph:
+    gradients switched off, autocast.
+    """
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    number = {node: place for place, node in enumerate(nodes)}
+    fit = _fit(nodes)
+    # What does not fit equals nothing.
+    items = [_item(node) if node in fit else number[node] for node in nodes]
+    found = []
+    for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
+        if sum(map(_size, nodes[repeat.first : repeat.first + repeat.period])) < _LEAST_NODES:
+            continue
+        parts = _cut(nodes, number, items, repeat)
+        equal: dict[tuple[str, ...], list[Block]] = {}
+        for block in (_block(part, number) for part in parts):
+            if block is not None:
+                equal.setdefault(block.key(), []).append(block)
+        found += [blocks for blocks in equal.values() if len(blocks) >= _LEAST_BLOCKS]
+    return found
+
+
+def _fit(nodes: Sequence[Node]) -> set[Node]:
+    """Nodes that may be in a block."""
+    found: set[Node] = set()
+    grad = ambient = torch.is_grad_enabled()
+    depth = 0
+    for node in nodes:
+        value = value_of_captured(node)
+        if (enabled := sets_grad_mode(node)) is not None:
+            grad = enabled
+        elif (change := changes_autocast(node)) is not None:
+            depth += change
+        elif node.op == "get_attr":
+            if isinstance(_attribute(node), GraphModule):
+                found.add(node)
+        elif node.op in ("call_function", "call_method"):
+            if not isinstance(value, (Tensor, tuple, list, *_SIZES)):
+                break  # it may set anything
+            if grad == ambient and depth == 0 and not any(is_wrapper(part) for part in _parts(value)):
+                found.add(node)
+    return found
+
+
+def _cut(
+    nodes: Sequence[Node], number: Mapping[Node, int], items: Sequence[object], repeat: Repeat
+) -> Iterator[Sequence[Node]]:
+    """Blocks of a repeat, cut where the fewest values go from one to the next."""
+    first, period, end = repeat.first, repeat.period, repeat.end
+    while end < len(nodes) and items[end] == items[end - period]:
+        end += 1
+    crossing = [0] * period
+    for place in range(first, first + period):
+        last = max(map(number.__getitem__, nodes[place].users), default=place)
+        for across in range(place + 1, min(last, place + period) + 1):
+            crossing[(across - first) % period] += 1
+    shift = min(range(period), key=lambda place: (crossing[place], place))
+    for begin in range(first + shift, end - period + 1, period):
+        yield nodes[begin : begin + period]
+
+
+def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
+    """None: something goes in or out that is neither a tensor nor a size."""
+    inside, last = set(nodes), number[nodes[-1]]
+    inputs = tuple(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    values = [value_of_captured(node) for node in (*inputs, *outputs)]
+    if not all(isinstance(value, (Tensor, *_SIZES)) for value in values):
+        return None
+    again = (node for node in inputs if any(number[user] > last for user in node.users))
+    passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))
+    return Block(tuple(nodes), inputs, outputs, tuple(passed))
+
+
+def _size(node: Node) -> int:
+    """How many nodes it stands for: one, or those of an inner graph."""
+    inner = _attribute(node) if node.op == "get_attr" else None
+    return len(inner.graph.nodes) if isinstance(inner, GraphModule) else 1
+
+
+def _item(node: Node) -> str:
+    """What a node does, whatever its arguments are called."""
+    args = map_arg((node.args, node.kwargs), lambda read: _Name(_kind(read)))
+    return f"{_target(node)} {args} {_kind(node)}"
+
+
+def _target(node: Node) -> str:
+    if node.op == "get_attr":
+        return _kind(node)
+    return f"{node.op} {node.target}"
+
+
+def _kind(node: Node) -> str:
+    if node.op == "get_attr" and isinstance(found := _attribute(node), GraphModule):
+        return _graph_kind(found.graph) or str(node.target)
+    return " ".join(map(_described, _parts(value_of_captured(node))))
+
+
+def _graph_kind(graph: Graph) -> str:
+    """What an inner graph computes, whatever its nodes are called; ``""``: it reads tensors, so that no other equals
+    it.
+    """
+    names = {node: f"g{place}" for place, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            return ""
+        args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {_kind(node)}")
+    return "; ".join(lines)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
+    return f"{type(value).__name__} {value}"
+
+
+def _attribute(node: Node) -> object:
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def value_of_captured(node: Node) -> Any:
+    """Dynamo's fake value of a node, or what the node reads of the module."""
+    return _attribute(node) if node.op == "get_attr" else node.meta.get("example_value")
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _is_static(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return not isinstance(value, torch.SymInt)
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))

@@ -1,0 +1,106 @@
+"""Has the compiler's front end trace each of a model's equal blocks once, not as often as there are blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphshard import env
+from graphshard.compat.block_trace import Trace
+from graphshard.compat.dynamo import copy_captured
+from graphshard.graph.block_calls import Body, OtherGradients, registered
+from graphshard.graph.equal_blocks import Block, value_of_captured
+from graphshard.graph.ir import PassContext, is_tangent, output_args
+from graphshard.lowering import driver
+from graphshard.passes import COLLAPSE
+from graphshard.passes.collapse_blocks import CollapseEdit
+from graphshard.reporting.report import Report
+
+T = TypeVar("T")
+# Traces a part of a captured graph by itself, with arguments like these.
+Tracer: TypeAlias = Callable[[GraphModule, Sequence[Tensor]], Trace]
+
+
+def compile_traced_once(gm: GraphModule, trace: Tracer, compile_it: Callable[[], T], report: Report, title: str) -> T:
+    """Compiles a captured graph in which calls stand for equal blocks; as it is, where that cannot be.
+
+    Args:
+        gm: the graph, which is changed.
+        trace: of a block, as the compiler traces the whole.
+        compile_it: compiles `gm`.
+        report: says how many blocks were traced once, or why not.
+        title: of dumps.
+    """
+    if env.is_disabled(COLLAPSE.name):
+        return compile_it()
+    flat, collapsed = gm.graph, copy_captured(gm)
+    edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
+    bodies: dict[str, Body] = {}
+    left = list(edit.left)
+    for name, (block, *_) in edit.bodies:
+        try:
+            bodies[name] = _body(trace(block.module(gm), [value_of_captured(node) for node in block.inputs]), block)
+        except _Refused as why:
+            left.append(str(why))
+    taken = tuple((name, blocks) for name, blocks in edit.bodies if name in bodies)
+    if taken:
+        driver.collapse(collapsed, CollapseEdit(taken), title)
+        gm.graph = collapsed
+        with registered(bodies):
+            try:
+                compiled = compile_it()
+            except Exception as error:
+                if (cause := _cause(error)) is None:
+                    raise
+                taken = ()
+                left.append(str(cause))
+        gm.graph = flat
+    for line in left:
+        report.note_once(f"equal blocks are traced one by one: {line}")
+    if not taken:
+        return compile_it()
+    report.traces_once(sum(len(blocks) for _, blocks in taken), len(taken))
+    return compiled
+
+
+class _Refused(Exception):
+    """Equal blocks cannot be traced once."""
+
+
+def _cause(error: BaseException | None) -> OtherGradients | None:
+    while error is not None and not isinstance(error, OtherGradients):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _body(trace: Trace, block: Block) -> Body:
+    if any(_writes(node) for node in trace.gm.graph.nodes):
+        raise _Refused("they write what they read")
+    placeholders = trace.gm.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if is_tangent(node)]
+    results = output_args(trace.gm.graph)
+    outputs = (*block.outputs, *block.passed)
+    differentiable = [number for number, node in enumerate(outputs) if value_of_captured(node).requires_grad]
+    found = (len(placeholders) - len(tangents), len(tangents), len(results))
+    inputs = len(block.inputs)
+    want = (inputs, len(differentiable), len(outputs) + inputs) if trace.is_joint else (inputs, 0, len(outputs))
+    if found != want:
+        raise _Refused(f"a trace has {found} inputs, gradients and results, want {want}")
+    memory = [node.meta["val"].untyped_storage() for node in (*placeholders, *results[: len(outputs)])]
+    if len(set(map(StorageWeakRef, memory))) < len(memory):
+        raise _Refused("they return what they read, or several views of one tensor")
+    return Body(
+        trace.gm,
+        tuple(node.meta["val"] for node in results[: len(outputs)]),
+        tuple(zip(differentiable, (node.meta["val"] for node in tangents), strict=False)),
+        tuple(None if node is None else node.meta["val"] for node in results[len(outputs) :]),
+    )
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)

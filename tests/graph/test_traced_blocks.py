@@ -1,0 +1,241 @@
+"""Equal blocks are traced once: the graphs and results are those of blocks traced one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from graphshard.compat.block_trace import trace_apart
+from graphshard.compat.dynamo import boxed, boxed_graph
+from graphshard.compat.inductor import compile_region_aot
+from graphshard.compat.partitioner import CustomPartitionerFn, partition
+from graphshard.graph.block_calls import call_block
+from graphshard.lowering import driver
+from graphshard.lowering.traced_blocks import compile_traced_once
+from graphshard.reporting.report import Report
+
+BATCH, DIM = 3, 8
+
+
+class Block(nn.Module):
+    def __init__(self, last: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.last = last or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(torch.relu(self.up(self.norm(x))).view(BATCH, -1))
+        out: Tensor = x + self.last(hidden)
+        return out
+
+
+Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def plain(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    out: Tensor = layer(x)
+    return out
+
+
+def skip(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    """Every block reads one value, more than once each."""
+    out: Tensor = layer(x * first) + functional.normalize(first) * first
+    return out
+
+
+def checkpointed(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    out: Tensor = checkpoint(layer, x, use_reentrant=False)
+    return out
+
+
+def written(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    out: Tensor = layer(x).mul_(2)
+    return out
+
+
+class Stack(nn.Module):
+    def __init__(self, step: Step, layers: int = 6, **of: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(**of) for _ in range(layers))
+        self.step = step
+
+    def forward(self, x: Tensor) -> Any:
+        x = first = x.sin()
+        for layer in self.layers:
+            x = self.step(layer, x, first)
+        return x
+
+
+class Traced:
+    """A model whose captured graph was compiled: the joint graph, or the one for inference, and what was said."""
+
+    def __init__(self, model: nn.Module, dynamic: bool = False) -> None:
+        self.graphs: list[GraphModule] = []
+        self.report = Report()
+        self.calls = 0
+        torch._dynamo.reset()
+        self.run: Callable[..., Any] = torch.compile(model, backend=self._backend, fullgraph=True, dynamic=dynamic)
+
+    def _backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        def compile_it() -> Any:
+            self.calls = sum(node.target is call_block for node in gm.graph.nodes)
+            self.graphs.clear()
+            return compile_region_aot(gm, inputs, self._compile, _Partitioner(self.graphs))
+
+        def trace(part: GraphModule, values: Sequence[Tensor]) -> Any:
+            return trace_apart(part, values, compile_region_aot)
+
+        return compile_traced_once(gm, trace, compile_it, self.report, "a")
+
+    def _compile(self, gm: GraphModule, inputs: Sequence[Any], direction: str) -> Any:
+        if direction == "inference":
+            driver.expand(gm, "a")
+            self.graphs.append(gm)
+        run = boxed_graph(gm)
+        return boxed(lambda args: run(args))
+
+    def lines(self) -> list[str]:
+        """Operators with the kinds of their arguments and results, in any order."""
+        (gm,) = self.graphs
+        lines = []
+        for node in gm.graph.nodes:
+            args = torch.fx.node.map_arg(node.args, lambda read: str(read.meta["val"]))
+            lines.append(f"{node.target if node.op == 'call_function' else node.op} {args} {node.meta.get('val')}")
+        return sorted(lines)
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, graphs: list[GraphModule]) -> None:
+        self._graphs = graphs
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        driver.run_joint_passes(gm)
+        self._graphs.append(GraphModule(gm, torch.fx.Graph()))
+        self._graphs[-1].graph = _copied(gm)
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "test"
+
+
+def _copied(gm: GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return graph
+
+
+@pytest.mark.parametrize(("step", "calls"), [(plain, 6), (skip, 4), (checkpointed, 6), (written, 6)])
+def test_results_and_gradients_are_those_of_blocks_traced_one_by_one(
+    step: Step, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack(step)
+    found = []
+    for disabled in ("", "collapse_blocks"):
+        monkeypatch.setenv("GRAPHSHARD_DISABLE", disabled)
+        traced = Traced(model)
+        torch.manual_seed(1)
+        x = torch.randn(BATCH, DIM, requires_grad=True)
+        model.zero_grad()
+        traced.run(x).square().sum().backward()
+        assert traced.calls == (0 if disabled else calls) and not traced.report.notes
+        found.append((traced.lines(), [x.grad, *(p.grad for p in model.parameters())]))
+    (lines, grads), (want_lines, want_grads) = found
+    assert lines == want_lines
+    for grad, want in zip(grads, want_grads, strict=True):
+        assert torch.equal(grad, want)
+
+
+def test_values_that_are_also_returned_keep_the_order_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden(Stack):
+        def forward(self, x: Tensor) -> Any:
+            states = [x.sin()]
+            for layer in self.layers:
+                states.append(layer(states[-1]))
+            return torch.stack(states).square().sum() + states[2].sum()
+
+    model, found = Hidden(plain, layers=8), []
+    for disabled in ("", "collapse_blocks"):
+        monkeypatch.setenv("GRAPHSHARD_DISABLE", disabled)
+        traced, x = Traced(model), torch.ones(BATCH, DIM, requires_grad=True)
+        model.zero_grad()
+        traced.run(x).backward()
+        found.append((traced.calls, traced.lines(), x.grad, *(p.grad for p in model.parameters())))
+    (calls, lines, *grads), (none, want_lines, *want_grads) = found
+    assert calls >= 5 and none == 0 and lines == want_lines
+    assert all(map(torch.equal, grads, want_grads))
+
+
+def test_inference_is_traced_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = Stack(plain), []
+    for disabled in ("", "collapse_blocks"):
+        monkeypatch.setenv("GRAPHSHARD_DISABLE", disabled)
+        traced = Traced(model)
+        with torch.no_grad():
+            found.append((traced.run(torch.ones(BATCH, DIM)), traced.lines(), traced.calls))
+    (result, lines, calls), (want, want_lines, _) = found
+    assert torch.equal(result, want) and lines == want_lines and calls == 6
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Any:
+        sums = []
+        for layer in self.layers:
+            x = layer(x)
+            sums.append(x.mean(0).exp())
+        return x, torch.stack(sums).detach()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Stack(plain, last=nn.BatchNorm1d(DIM)), "they write what they read"),
+        (Unread(), "the loss does not depend on all that a block returns"),
+    ],
+)
+def test_blocks_that_cannot_be_traced_once_are_traced_one_by_one(model: nn.Module, said: str) -> None:
+    traced = Traced(model)
+    result = traced.run(torch.ones(BATCH, DIM, requires_grad=True))
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.sum().backward()
+    assert traced.calls == 0
+    assert traced.report.notes == [f"equal blocks are traced one by one: {said}"]
+
+
+def test_blocks_in_other_modes_are_left_alone() -> None:
+    class Modes(Stack):
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = super().forward(x)
+            with torch.no_grad():
+                return super().forward(x.float())
+
+    traced = Traced(Modes(plain))
+    traced.run(torch.ones(BATCH, DIM))
+    assert traced.calls == 0 and not traced.report.notes
+
+
+def test_blocks_of_other_sizes_or_flags_have_bodies_of_their_own() -> None:
+    model = Stack(plain, layers=8)
+    for layer in model.layers[4:]:
+        layer.norm.eps = 1e-3
+    traced = Traced(model)
+    traced.run(torch.ones(BATCH, DIM, requires_grad=True)).sum().backward()
+    assert traced.calls == 8 and traced.report.traced_once == (8, 2)
+
+
+def test_blocks_with_symbols_in_their_sizes_are_traced_one_by_one() -> None:
+    traced = Traced(Stack(plain, last=nn.Tanh()), dynamic=True)
+    traced.run(torch.ones(BATCH, DIM, requires_grad=True)).sum().backward()
+    (said,) = traced.report.notes
+    assert traced.calls == 0 and "symbols" in said
