@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from graphshard.compat.dynamo import untimed_guards
 from graphshard.compat.groups import forget_meshes
 from graphshard.compat.interpreter import with_room
 from graphshard.testing.devices import take_device
@@ -113,7 +114,8 @@ def serve(station: Station, connection: Connection) -> None:
             task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        reply = _reply_to(task, station, store)
+        with untimed_guards():
+            reply = _reply_to(task, station, store)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(reply))

@@ -39,8 +39,9 @@ def events_in_code(code: str) -> list[str]:
 
 def orders(plan: str) -> list[tuple[str, list[str], list[str]]]:
     torch.manual_seed(0)
-    model: Any = graphshard.compile(models.Decoder(layers=3), init_device_mesh("cpu", (2,)), plan=plan)
-    x = models.tokens(0, torch.distributed.get_rank())
+    mesh = init_device_mesh("cpu", (2,))
+    model: Any = graphshard.compile(models.mlps(3), mesh, plan=plan, reshard_after_forward=True)
+    x = models.features(0, torch.distributed.get_rank())
     model.set_requires_gradient_sync(False)
     model(*x).square().mean().backward()
     model.set_requires_gradient_sync(True)

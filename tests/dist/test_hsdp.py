@@ -131,12 +131,12 @@ def test_scattered_gradients_wait_for_the_last_all_reduce(
     mesh_axes=AXES,
     tolerance=Ulps(64, "Inductor fuses and reorders float operations", atol=2e-6),
 )
-def test_hybrid_decoder_within_inductors_rounding(run: TrainingRun) -> None:
-    model = run.shard(models.Decoder(layers=1))
+def test_hybrid_blocks_within_inductors_rounding(run: TrainingRun) -> None:
+    model = run.shard(models.mlps(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for index in range(2):
         with run.counted(f"step {index}") if index else nullcontext():
-            loss = model(*models.tokens(index, run.rank)).square().mean()
+            loss = model(*models.features(index, run.rank)).square().mean()
             loss.backward()
         run.observe(loss, model)
         optimizer.step()

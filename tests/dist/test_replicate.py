@@ -154,7 +154,7 @@ def test_replicated_blocks_have_one_all_reduce_each(run: TrainingRun) -> None:
     tolerance=Ulps(64, "Inductor fuses pointwise chains and sums in vector lanes", atol=2e-6),
 )
 def test_replicated_blocks_within_inductors_rounding(run: TrainingRun) -> None:
-    model = run.shard(models.Decoder(layers=2), annotate=units_of(models.DecoderBlock))
+    model = run.shard(models.mlps(2), annotate=units_of(models.Mlp))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run.train(model, optimizer, loss_of, steps=2)
 
