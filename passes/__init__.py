@@ -64,11 +64,13 @@ JOINT = (
     Pass("tag_reshard", tag_reshard.decide, tag_reshard.apply),
 )
 
+OUTLINE = Pass("outline_blocks", outline_blocks.decide, outline_blocks.apply, optional=True)
+
 PROGRAM = (
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
     Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True),
     Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
-    Pass("outline_blocks", outline_blocks.decide, outline_blocks.apply, optional=True),
+    OUTLINE,
     Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
     Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),

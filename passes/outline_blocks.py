@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from graphshard.graph.ir import PassContext, is_marker, shard_placeholder, unshards
+from graphshard.graph.ir import PassContext, is_constant, is_marker, shard_placeholder, unshards
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.stretches import looks_up_seed
 
@@ -35,8 +35,8 @@ _ROW = 64
 
 @dataclass(frozen=True)
 class OutlineEdit:
-    """(nodes of all blocks in order, nodes of one block, places in it that begin a stretch) for each run of equal
-    blocks.
+    """(nodes of all blocks in order, how many are one block, places in it that begin a stretch) for each run of equal
+    blocks, the last of which may be a part.
     """
 
     blocks: tuple[tuple[tuple[str, ...], int, tuple[int, ...]], ...]
@@ -53,7 +53,8 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     """Looks for equal blocks in what is computed. FSDP2's order is the same in each: it needs no seams."""
     if not ctx.outlines:
         return OutlineEdit(())
-    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_marker(node)]
+    calls = [node for node in graph.nodes if node.op == "call_function" and not is_marker(node)]
+    nodes = [node for node in calls if not is_constant(node)]
     if any("seam" in node.meta for node in nodes):
         return OutlineEdit(())
     kinds = [_kind(node) for node in nodes]
@@ -61,7 +62,10 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     found = []
     for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
         seams = _seams(nodes, repeat, begins)
-        end = repeat.end + (0 in seams)  # where the last block ends at a seam, what is behind begins there
+        end = repeat.end
+        while end < len(kinds) and kinds[end] == kinds[end - repeat.period]:
+            end += 1  # a block that ends otherwise is equal so far
+        end += (end - repeat.first) % repeat.period in seams  # where they end at a seam, what is behind begins there
         found.append((tuple(node.name for node in nodes[repeat.first : end]), repeat.period, tuple(seams)))
     return OutlineEdit(tuple(found))
 

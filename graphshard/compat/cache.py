@@ -75,9 +75,7 @@ def is_first_to_ask(key: str) -> bool:
 @cache
 def _say_unshared(why: str) -> None:
     """Once for each reason."""
-    log.warning(
-        "graphshard: cache: what other ranks compile cannot be told, so each begins in an order of its own: %s", why
-    )
+    log.warning("graphshard: cache: what other ranks compile cannot be told, so each compiles all: %s", why)
 
 
 def _created(path: Path) -> bool:

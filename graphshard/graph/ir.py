@@ -27,6 +27,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _c10d = torch.ops._c10d_functional
 WAIT = _c10d.wait_tensor.default
+_CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default, torch.ops.prims.iota.default)
 # Before the name of a shard: the argument with the gradient that an earlier backward reduced over the shards only.
 PARTIAL = "partial_"
 LAUNCHES: Mapping[Any, Kind] = {
@@ -195,6 +196,11 @@ def reductions(graph: Graph) -> list[Node]:
 def is_marker(node: Node) -> bool:
     """Whether `node` stands for a gather or a reduction."""
     return is_call(node, UNSHARD) or is_call(node, REDUCE_GRAD)
+
+
+def is_constant(node: Node) -> bool:
+    """Whether it makes the same tensor wherever it stands, of numbers alone."""
+    return node.op == "call_function" and node.target in _CONSTANTS and not node.all_input_nodes
 
 
 def launches(graph: Graph) -> list[Node]:

@@ -1,8 +1,9 @@
 """Cuts a lowered program into what runs by itself, node by node, and stretches of computation between.
 
 Launches, waits and the copies of buckets run by themselves, in the order of the graph. What is computed between two of
-them, or from one seam (``meta["seam"]``) to the next, is a stretch. Stretches with equal keys compute the same of other
-values: those of equal blocks, and of programs of other flags.
+them, or from one seam (``meta["seam"]``) to the next, is a stretch. Constants are made anew in each stretch that reads
+them: equal blocks may read one that was made of many. Stretches with equal keys compute the same of other values: those
+of equal blocks, and of programs of other flags.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
-from graphshard.graph.ir import LAUNCHES, WAIT, is_call
+from graphshard.graph.ir import LAUNCHES, WAIT, is_call, is_constant
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
@@ -30,7 +31,7 @@ class Stretch:
     """Nodes that are computed together.
 
     Attributes:
-        nodes: in order.
+        nodes: in order; constants, and what is read of the program's module, come first.
         inputs: nodes outside that they read, and then placeholders of symbols in their sizes.
         outputs: those of them that are read outside.
         shapes: where the symbols in their sizes have a meaning; None: there are none.
@@ -119,8 +120,10 @@ def cut(graph: Graph) -> list[Node | Stretch]:
                 found.append(tuple(running))
                 running.clear()
             found.append(node)
-        elif node.op == "get_attr":
-            continue  # with each stretch that reads it
+        elif _is_remade(node):
+            # With each stretch that reads it, and once for all else.
+            if node.op != "get_attr" and any(_runs_by_itself(user) or user.op == "output" for user in node.users):
+                found.append(node)
         else:
             if running and node.meta.get("seam"):
                 found.append(tuple(running))
@@ -137,9 +140,14 @@ def cut(graph: Graph) -> list[Node | Stretch]:
 def _alone(nodes: Sequence[Node]) -> Node | None:
     """A stretch's only operator, with which there is nothing to fuse, where it does the same outside Inductor."""
     node, *others = nodes
-    if others or any(read.op == "get_attr" for read in node.all_input_nodes):
+    if others or any(map(_is_remade, node.all_input_nodes)):
         return None
     return node if str(node.target).startswith(("aten.", "prims.iota.")) else None
+
+
+def _is_remade(node: Node) -> bool:
+    """Whether each stretch that reads it has its own."""
+    return node.op == "get_attr" or is_constant(node)
 
 
 def looks_up_seed(node: Node) -> bool:
@@ -170,14 +178,14 @@ def _with_parts(node: Node) -> Iterator[Node]:
 def _stretch(nodes: Sequence[Node], symbols: dict[str, Node]) -> Stretch:
     inside = dict.fromkeys(nodes)
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    attributes = [node for node in read if node.op == "get_attr"]
-    inputs = [node for node in read if node.op != "get_attr"]
+    remade = [node for node in read if _is_remade(node)]
+    inputs = [node for node in read if not _is_remade(node)]
     sizes = [size for node in (*inputs, *nodes) for size in _symbolic_sizes(node.meta.get("val"))]
     needed = {str(symbol) for size in sizes for symbol in size.node.expr.free_symbols}
     inputs += [symbols[name] for name in sorted(needed & symbols.keys()) if symbols[name] not in read]
     shapes = sizes[0].node.shape_env if sizes else None
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    return Stretch((*attributes, *nodes), tuple(inputs), outputs, shapes)
+    return Stretch((*remade, *nodes), tuple(inputs), outputs, shapes)
 
 
 def _symbols(graph: Graph) -> dict[str, Node]:

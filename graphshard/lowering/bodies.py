@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +18,8 @@ from graphshard.lowering.flat_program import Body, FlatProgram, Run
 from graphshard.reporting.progress import progress
 
 Key: TypeAlias = tuple[object, ...]
+# A body shares most kernels with one that has this part of its operators.
+_ALIKE = 0.8
 
 
 class Bodies:
@@ -58,19 +61,31 @@ class Bodies:
 
 
 def _in_turn(missing: Mapping[Key, Stretch]) -> Iterator[Key]:
-    """First what no other rank of this host has begun, beginning elsewhere on each; then what they have, which by then
-    is in Inductor's cache, or is compiled here too: nothing waits for a rank that is gone.
+    """First what no other rank of this host has begun; then what they have, which by then is in Inductor's cache, or is
+    compiled here too: nothing waits for a rank that is gone.
     """
     rank, ranks = env.place_on_host()
-    keys = list(missing)
-    first = len(keys) * rank // ranks
     theirs = []
-    for key in (*keys[first:], *keys[:first]):
+    for key in _first_to_last(missing):
         if ranks == 1 or is_first_to_ask(_digest(key)):
             yield key
         else:
             theirs.append(key)
-    yield from theirs
+    first = len(theirs) * rank // ranks
+    yield from (*theirs[first:], *theirs[:first])
+
+
+def _first_to_last(missing: Mapping[Key, Stretch]) -> list[Key]:
+    """Large ones first, and last what is nearly equal to a larger one: ranks that compile both at once would wait for
+    each other's kernels.
+    """
+    first, last, seen = list[Key](), list[Key](), list[Counter[str]]()
+    for key in sorted(missing, key=lambda key: len(missing[key].nodes), reverse=True):
+        targets = Counter(str(node.target) for node in missing[key].nodes)
+        least = _ALIKE * targets.total()
+        (last if any((targets & other).total() >= least for other in seen) else first).append(key)
+        seen.append(targets)
+    return [*first, *last]
 
 
 def _digest(key: Key) -> str:

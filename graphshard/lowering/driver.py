@@ -19,7 +19,7 @@ from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
-from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, PROGRAM, Pass
+from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
 
 OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
 
@@ -104,6 +104,14 @@ def check_partition(forward: GraphModule, num_results: int) -> None:
     """Checks what the partitioner made: no gathered parameter is saved that should be gathered again."""
     if env.verify_level():
         verify.check_reshard(forward.graph, num_results)
+
+
+def with_seams(gm: GraphModule, ctx: PassContext) -> Graph:
+    """A copy of a marked graph with the seams of its programs, if they get some."""
+    graph = copy_graph(gm)
+    if OUTLINE.name not in env.disabled_passes(OPTIONAL) and (edit := OUTLINE.decide(graph, ctx)):
+        OUTLINE.apply(graph, edit)
+    return graph
 
 
 @without_collection()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from graphshard.graph.ir import is_marker
+from graphshard.graph.ir import is_constant, is_marker
 
 # Ops are joined into one as long as they take less than this part of the program.
 _GRAIN = 1 / 2000
@@ -95,5 +95,7 @@ def _inside_stretches(nodes: Sequence[Node], cuts: frozenset[str], exact: bool) 
 
 
 def _is_anchor(node: Node) -> bool:
-    """Whether a plan can say: before this node. Markers go, arguments and results stay where they are."""
-    return node.op not in ("placeholder", "output") and not is_marker(node)
+    """Whether a plan can say: before this node. Markers go, arguments and results stay where they are, constants are
+    made where they are read.
+    """
+    return node.op not in ("placeholder", "output") and not is_marker(node) and not is_constant(node)

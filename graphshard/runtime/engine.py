@@ -19,6 +19,7 @@ from graphshard.capture.marking import mark_classes
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.modules import module_call
 from graphshard.compat.tensors import dispatch_mode_active, moved_tensors
+from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.graph import user_comms
 from graphshard.lowering import driver
@@ -142,6 +143,11 @@ class Engine:
         if self.running:
             return self._call_inside(module, method, args, kwargs)
         if dispatch_mode_active():
+            if self.options.strict:
+                raise UnsupportedModel(
+                    f"{type(module).__name__}: a call under a TorchDispatchMode would run in eager FSDP2; got "
+                    "strict=True, want no such mode around it"
+                )
             self.context.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
             with self.eager():
                 if method is not None:  # FSDP2's wrapper of it is back

@@ -7,9 +7,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
@@ -32,6 +33,7 @@ from graphshard.graph.ir import (
 from graphshard.graph.plan import Decision
 from graphshard.graph.printer import format_graph
 from graphshard.kernels import fuses_on
+from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.driver import Lowered
 from graphshard.lowering.within_budget import lower_within_budget
@@ -112,8 +114,8 @@ class RegionLowering:
         holdings = self.runtime.holdings
         by_default = frozenset(unit.name for unit in binding.units if holdings.residency.behind_forward(unit) == KEEP)
         kept = self._planner.keep_units(
-            (graph.gm.graph, self._usual_context("forward", graph.gm, binding)),
-            (backward.graph, self._usual_context("backward", backward, binding)),
+            self._outlined("forward", graph.gm, binding),
+            self._outlined("backward", backward, binding),
             by_default,
             lambda choose: self.settled(KEPT, binding, choose),
         )
@@ -134,6 +136,16 @@ class RegionLowering:
         if flags := shown_state(state):
             shown = f"{shown} [{flags}]"
         return consensus.settle(program_key(what, self.structure, state), shown, decide, self.leader, meanwhile)
+
+    @property
+    def _outlines(self) -> bool:
+        """Whether what is planned stays at the seams of equal blocks."""
+        return self._bodies is not None and self._planner is not None and self._planner.chooses
+
+    def _outlined(self, direction: Direction, gm: GraphModule, binding: Binding) -> tuple[Graph, PassContext]:
+        """A graph that gathers and reduces everything, with the seams that its programs will have, and its context."""
+        ctx = replace(self._usual_context(direction, gm, binding), outlines=self._outlines)
+        return driver.with_seams(gm, ctx), ctx
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
@@ -191,8 +203,7 @@ class RegionLowering:
             params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
             params |= {REJOINED + name: post_forward_ref(params[name]) for name in flags.rejoined}
             fuses = fuses_on(binding.device, context.report.say_once)
-            outlines = self._bodies is not None and self._planner is not None and self._planner.chooses
-            ctx = PassContext(graph.direction, params, flags, outlines=outlines, fuses=fuses)
+            ctx = PassContext(graph.direction, params, flags, outlines=self._outlines, fuses=fuses)
             title, text = self._title(graph), f"{graph.part} {flags}".lstrip()
             named = program_flags(text, context.name)
             if contract is not None:

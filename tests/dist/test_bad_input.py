@@ -174,6 +174,18 @@ class WithEmpty(nn.Sequential):
         self.empty = nn.Parameter(torch.empty(0, 4))
 
 
+def strict_under_a_dispatch_mode() -> None:
+    model = graphshard.compile(models.mlps(1), mesh(), backend="aot_eager", strict=True)
+    x = models.features(0, torch.distributed.get_rank())[0]
+    with refused(graphshard.UnsupportedModel, "a call under a TorchDispatchMode would run in eager FSDP2.*strict=True"):
+        model(x)  # `refused` has such a mode
+    model(x).sum().backward()
+
+
+def test_strict_model_refuses_a_call_that_would_run_in_eager_fsdp2(two_ranks: WorkerPool) -> None:
+    two_ranks.run(strict_under_a_dispatch_mode)
+
+
 def falls_back() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from graphshard.lowering.bodies import Key, _in_turn
+from graphshard.lowering.bodies import Key, _first_to_last, _in_turn
 
-KEYS: dict[Key, Any] = {(f"body {number}", None, False): None for number in range(6)}
+
+def stretch(*targets: str) -> Any:
+    return SimpleNamespace(nodes=[SimpleNamespace(target=target) for target in targets])
+
+
+# In the order in which they are compiled: of no two the operators are nearly the same.
+KEYS: dict[Key, Any] = {
+    (f"body {number}", None, False): stretch(*(f"{number}.{i}" for i in range(9 - number))) for number in range(6)
+}
 
 
 @pytest.fixture
@@ -39,8 +48,8 @@ def test_fast_rank_takes_over_what_a_slow_one_has_not_begun(monkeypatch: pytest.
     slow, fast = on(0, 2, monkeypatch), on(1, 2, monkeypatch)
     keys = list(KEYS)
     assert next(slow) == keys[0]  # and compiles it for long
-    assert list(fast) == [*keys[3:], *keys[1:3], keys[0]]
-    assert list(slow) == [*keys[1:3], *keys[3:]]  # all that is left is in the cache
+    assert list(fast) == [*keys[1:], keys[0]]
+    assert list(slow) == keys[1:]  # all that is left is in the cache
 
 
 @pytest.mark.usefixtures("cache")
@@ -50,13 +59,24 @@ def test_what_ranks_that_died_had_begun_is_compiled(monkeypatch: pytest.MonkeyPa
     assert set(on(1, 3, monkeypatch)) == set(KEYS)
 
 
-def test_each_rank_begins_elsewhere_without_a_cache_and_says_so_once(
+def test_bodies_like_a_larger_one_come_last() -> None:
+    block = ["mm", "relu", "add", "mm", "tanh"]
+    missing: dict[Key, Any] = {
+        ("small",): stretch("embedding"),
+        ("block and something",): stretch(*block, "exp"),
+        ("block",): stretch(*block),
+        ("head",): stretch("mm", "log", "sum"),
+    }
+    assert _first_to_last(missing) == [("block and something",), ("head",), ("small",), ("block",)]
+    assert _first_to_last(dict(reversed(missing.items()))) == _first_to_last(missing)
+
+
+def test_rank_compiles_all_without_a_cache_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.write_text("no folder")
     keys = list(KEYS)
-    assert list(on(0, 2, monkeypatch)) == keys
-    assert list(on(1, 2, monkeypatch)) == [*keys[3:], *keys[:3]]
+    assert list(on(0, 2, monkeypatch)) == list(on(1, 2, monkeypatch)) == keys
     assert caplog.text.count("what other ranks compile cannot be told") == 1
 
 

@@ -184,20 +184,40 @@ def test_bodies_are_shared_between_programs_but_for_symbols_of_other_captures() 
     assert len(compiled(bodies, traced("fake"))) == len(compiled(bodies, traced("fake"), is_backward=True)) == 1
 
 
-def test_ranks_of_a_host_begin_with_other_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(x: Tensor) -> Tensor:
-        return (x * 2).exp().relu().sin().abs().cos().neg().tanh()
+def sharing_a_constant(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """As after equal constants were made one; it is a result, too."""
+    zeros = torch.full((4, 6), 0.5)
+    for weight in weights:
+        x = torch.where((x @ weight) > zeros, x, zeros) + 1
+    return [x.tanh(), zeros]
 
-    gm = make_fx(function, tracing_mode="fake")(torch.ones(6, 6))
-    for place, node in enumerate(gm.graph.nodes):
-        node.meta["seam"] = place % 2 == 1
-    orders = []
-    for rank in range(2):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        orders.append(compiled(Bodies(), gm))
-    assert len(orders[0]) == 4
-    assert orders[1] == [*orders[0][2:], *orders[0][:2]]
+
+def test_constant_that_equal_blocks_read_is_made_anew_in_each() -> None:
+    gm = outlined(sharing_a_constant)
+    assert sum(str(node.target) == "aten.full.default" for node in gm.graph.nodes) == 1
+    program, count = flat(gm)
+    for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
+        assert torch.equal(got, want)
+    (constant,) = (node for node in gm.graph.nodes if str(node.target) == "aten.full.default")
+    assert constant in cut(gm.graph)  # made once for what is no stretch
+    inputs = [step.inputs for step in cut(gm.graph) if isinstance(step, Stretch)]
+    assert not any(constant in read for read in inputs)
+    more = [*WEIGHTS, *WEIGHTS]
+    assert flat(outlined(sharing_a_constant, X, more))[1] == count
+
+
+def test_last_block_that_ends_otherwise_shares_what_is_equal() -> None:
+    def function(x: Tensor, weights: list[Tensor]) -> Tensor:
+        for number, weight in enumerate(weights):
+            hidden = ((x @ weight).relu() + 1).tanh()
+            x = x * (hidden.sin() if number == len(weights) - 1 else hidden.cos()) - 1
+        return x
+
+    gm = outlined(function)
+    seams = [node.meta["seam"] for node in gm.graph.nodes if "seam" in node.meta]
+    period = sum(node.op == "call_function" for node in gm.graph.nodes) // len(WEIGHTS)
+    assert len(seams) > (len(WEIGHTS) - 1) * period
+    assert seams[-period:] == [seams[place % period] for place in range(len(seams) - period, len(seams))]
 
 
 def test_stretch_ends_at_a_seam_wherever_it_falls() -> None:
