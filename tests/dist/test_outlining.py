@@ -69,7 +69,8 @@ def bodies(layers: int, dropout: bool) -> list[tuple[str, int, int]]:
 def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool, dropout: bool) -> None:
     few, many = (two_ranks.run(bodies, layers, dropout)[0] for layers in (6, 12))
     for (direction, count, calls), (_, more_count, more_calls) in zip(few, many, strict=True):
-        assert more_count <= count + 1, direction  # a bucket may end in the middle of a block
+        # A bucket may end in the middle of a block, and two in what is other in the last one.
+        assert more_count <= count + 2, direction
         assert more_calls >= calls + 6, direction  # one or more of each block
 
 

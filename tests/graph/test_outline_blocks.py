@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
 from graphshard.graph.ir import is_marker
+from graphshard.lowering.driver import with_seams
 from graphshard.passes import outline_blocks
 from graphshard.planner import Problem
 from graphshard.planning.extraction import Scene, extract_problem
@@ -40,6 +41,17 @@ def test_seams_come_at_the_same_place_of_each_block(which: str) -> None:
     kinds = [[str(node.target) for node in nodes[a:b]] for a, b in pairwise(p for p in inside if nodes[p].meta["seam"])]
     assert len(kinds) >= BLOCKS - 2
     assert len({*map(tuple, kinds)}) <= 2
+
+
+def test_copy_with_seams_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = toy_forward(toy_weights(BLOCKS))
+    ctx = replace(marked.ctx, outlines=True)
+    copy = with_seams(marked.gm, ctx)
+    names = [node.name for node in copy.nodes if node.meta.get("seam")]
+    assert names == [node.name for node in computed(outlined("forward")) if node.meta.get("seam")]
+    assert not any("seam" in node.meta for node in marked.graph.nodes)
+    monkeypatch.setenv("GRAPHSHARD_DISABLE", "outline_blocks")
+    assert not any("seam" in node.meta for node in with_seams(marked.gm, ctx).nodes)
 
 
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:

@@ -35,6 +35,27 @@ MUTATIONS = (
         ("tests/graph/test_stretches.py",),
     ),
     Mutation(
+        "constants that equal blocks share come into their bodies from outside",
+        "graphshard/graph/stretches.py",
+        'return node.op == "get_attr" or is_constant(node)',
+        'return node.op == "get_attr"',
+        ("tests/graph/test_stretches.py", "-k", "constant"),
+    ),
+    Mutation(
+        "a last block that ends otherwise shares nothing",
+        "passes/outline_blocks.py",
+        "while end < len(kinds) and kinds[end] == kinds[end - repeat.period]:",
+        "while False:",
+        ("tests/graph/test_stretches.py", "-k", "last_block"),
+    ),
+    Mutation(
+        "what blocks that were traced once pass on has no gradient",
+        "graphshard/graph/equal_blocks.py",
+        'passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))',
+        "passed = (node for node in again if False)",
+        ("tests/graph/test_traced_blocks.py",),
+    ),
+    Mutation(
         "an order that other ranks do not have is followed",
         "graphshard/runtime/region_orders.py",
         "                posted.compare()\n",
