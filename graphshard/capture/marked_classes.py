@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
@@ -21,10 +22,17 @@ from graphshard.compat.dynamo import inline_only
 from graphshard.compat.modules import module_call
 from graphshard.graph.markers import UNSHARD
 
-# On the instance: {parameter name: arguments of graphshard::unshard, then its tensor-parallel layout if it has one};
-# the engine that runs it.
-SHARDS = "_graphshard_shards"
+# On the instance: the engine that runs it.
 ENGINE = "_graphshard_engine"
+# Whether a call is `forward` and nothing else.
+HAS_ONLY_FORWARD = "_graphshard_has_only_forward"
+
+
+def shard_key(name: str) -> str:
+    """Of what an instance holds for a parameter: the arguments of graphshard::unshard, and its tensor-parallel layout,
+    if it has one.
+    """
+    return f"_graphshard_shard_{name}"
 
 
 class ModelRunner(Protocol):
@@ -101,15 +109,15 @@ def tracing() -> Iterator[None]:
 
 
 def _parameter_property(name: str) -> property:
+    key = shard_key(name)
+
+    # Few steps: Dynamo takes them for each parameter of each block.
     def read(self: nn.Module) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if not _own_trace:
                 return self._parameters[name]
-            entry = self.__dict__[SHARDS][name]
-            full = UNSHARD(entry[0], entry[1])
-            if len(entry) == 2:
-                return full
-            return as_tensor_parallel(full, entry[2], entry[3], entry[4], entry[5])
+            leaf, spec, layout = self.__dict__[key]
+            return UNSHARD(leaf, spec) if layout is None else as_tensor_parallel(UNSHARD(leaf, spec), *layout)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
@@ -134,7 +142,9 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
 
 @inline_only
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _own_trace and torch.compiler.is_compiling():
+    if _own_trace and is_compiling():
+        if self.__dict__[HAS_ONLY_FORWARD]:  # as Dynamo itself would: to trace what is between takes longer
+            return self.forward(*args, **kwargs)
         return module_call(self, *args, **kwargs)
     engine: ModelRunner = self.__dict__[ENGINE]
     return engine.call(self, args, kwargs)
@@ -143,7 +153,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # An RNN keeps its parameters in a list too, which no property would see.
 @inline_only
 def _read_flat_weights(self: Any) -> Any:
-    if torch.compiler.is_compiling() or self.__dict__[ENGINE].running:
+    if is_compiling() or self.__dict__[ENGINE].running:
         return list(map(self.__getattribute__, self._flat_weights_names))
     return self.__dict__["_flat_weights"]
 
@@ -215,7 +225,7 @@ def forward_method(method: Callable[..., Any], pre: Callable[..., Any], post: Ca
     body = entry.body
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _own_trace and torch.compiler.is_compiling():
+        if _own_trace and is_compiling():
             return body(self, *args, **kwargs)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.call_method(self, entry, args, kwargs)

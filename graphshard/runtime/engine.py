@@ -194,9 +194,9 @@ class Engine:
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
-        leaf, *layout = module.__dict__[marked_classes.SHARDS][name]
+        leaf, _, layout = module.__dict__[marked_classes.shard_key(name)]
         full = self._outside.read(self.shards.at(leaf))
-        return full if len(layout) == 1 else marked_classes.as_tensor_parallel(full, *layout[1:])
+        return full if layout is None else marked_classes.as_tensor_parallel(full, *layout)
 
     # -- FSDP2's methods (see `marked_classes`)
 

@@ -72,7 +72,7 @@ class ShardTable:
         """Puts the leaves where properties of marked modules find them."""
         for shard in self._shards:
             for module, name in shard.param.owners:
-                module.__dict__[marked_classes.SHARDS][name] = shard.marker_args()
+                module.__dict__[marked_classes.shard_key(name)] = shard.marker_args()
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)

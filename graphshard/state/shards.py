@@ -80,12 +80,12 @@ class Shard:
         self.leaf = self._make_leaf()
 
     def marker_args(self) -> tuple[Any, ...]:
-        """Arguments of `graphshard::unshard` for this parameter, then its tensor-parallel layout if it has one."""
-        args = (self.leaf, str(self.spec()))
-        if (layout := self.param.layout) is None:
-            return args
-        mesh, placements, size, stride = layout
-        return *args, mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride))
+        """Arguments of `graphshard::unshard` for this parameter, and its tensor-parallel layout, if it has one."""
+        layout: tuple[Any, ...] | None = None
+        if self.param.layout is not None:
+            mesh, placements, size, stride = self.param.layout
+            layout = (mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride)))
+        return self.leaf, str(self.spec()), layout
 
     def spec(self) -> ShardSpec:
         """How this parameter is sharded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import models
@@ -42,6 +43,23 @@ def test_hooks_on_some_of_equal_blocks(run: TrainingRun, regions: str) -> None:
             for handle in handles:
                 handle.remove()
         loss = loss_of(model, run, index)
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+def twice_of_linear(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+@training_test(tolerance=BITWISE)
+def test_hooks_of_all_modules_come_and_go(run: TrainingRun) -> None:
+    model = run.shard(models.mlps(2))
+    for index in range(3):
+        with ExitStack() as hooked:
+            if index == 1:
+                hooked.callback(nn.modules.module.register_module_forward_hook(twice_of_linear).remove)
+            loss = model(*models.features(index, run.rank)).square().mean()
         loss.backward()
         run.observe(loss, model)
         model.zero_grad()
