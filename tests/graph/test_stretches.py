@@ -216,7 +216,7 @@ def test_last_block_that_ends_otherwise_shares_what_is_equal() -> None:
     gm = outlined(function)
     seams = [node.meta["seam"] for node in gm.graph.nodes if "seam" in node.meta]
     period = sum(node.op == "call_function" for node in gm.graph.nodes) // len(WEIGHTS)
-    assert len(seams) > (len(WEIGHTS) - 1) * period
+    assert len(seams) >= (len(WEIGHTS) - 1) * period + 4  # up to what is other
     assert seams[-period:] == [seams[place % period] for place in range(len(seams) - period, len(seams))]
 
 
