@@ -64,7 +64,7 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
         seams = _seams(nodes, repeat, begins)
         end = repeat.end
         while end < len(kinds) and kinds[end] == kinds[end - repeat.period]:
-            end += 1  # a block that ends otherwise is equal so far
+            end += 1  # a block that ends otherwise is equal so far; where the next repeat begins, that one counts
         end += (end - repeat.first) % repeat.period in seams  # where they end at a seam, what is behind begins there
         found.append((tuple(node.name for node in nodes[repeat.first : end]), repeat.period, tuple(seams)))
     return OutlineEdit(tuple(found))

@@ -24,8 +24,6 @@ from graphshard.graph.markers import UNSHARD
 
 # On the instance: the engine that runs it.
 ENGINE = "_graphshard_engine"
-# Whether a call is `forward` and nothing else.
-HAS_ONLY_FORWARD = "_graphshard_has_only_forward"
 
 
 def shard_key(name: str) -> str:
@@ -143,8 +141,8 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
 @inline_only
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _own_trace and is_compiling():
-        if self.__dict__[HAS_ONLY_FORWARD]:  # as Dynamo itself would: to trace what is between takes longer
-            return self.forward(*args, **kwargs)
+        if self._compiled_call_impl is None:  # as `module_call`, with fewer functions on the way for Dynamo to trace
+            return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return module_call(self, *args, **kwargs)
     engine: ModelRunner = self.__dict__[ENGINE]
     return engine.call(self, args, kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from graphshard.capture import marked_classes
-from graphshard.compat.modules import global_hooks, has_only_forward, hooks_of
+from graphshard.compat.modules import global_hooks, hooks_of
 from graphshard.fsdp2 import Unit
 
 
@@ -41,7 +41,6 @@ def mark_classes(
 
     for key, module in modules.items():
         module.__dict__[marked_classes.ENGINE] = engine
-        module.__dict__[marked_classes.HAS_ONLY_FORWARD] = False  # until hooks are looked at
         module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))))
         module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
@@ -54,19 +53,12 @@ def mark_classes(
 
 
 def hook_keys(modules: Iterable[nn.Module]) -> list[int]:
-    """Of all hooks of some modules, and of those of all: other keys, other hooks."""
-    return [*global_hooks(), *(key for module in modules for key, _ in hooks_of(module))]
-
-
-def shorten_calls(modules: Iterable[nn.Module]) -> None:
-    """Says on marked modules which of them have no hooks now."""
-    none_of_all = not global_hooks()
-    for module in modules:
-        if marked_classes.HAS_ONLY_FORWARD in module.__dict__:
-            module.__dict__[marked_classes.HAS_ONLY_FORWARD] = none_of_all and has_only_forward(module)
+    """Of all hooks of some modules, and of those of every module: other keys, other hooks."""
+    keys = [key for key, _ in global_hooks()]
+    return keys + [key for module in modules for key, _ in hooks_of(module)]
 
 
 def shared_code_key(module: nn.Module) -> object:
     """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
     hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
-    return type(module), tuple(hooks)
+    return type(module), tuple(hooks), tuple(hook for _, hook in global_hooks())

@@ -14,15 +14,11 @@ def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(module, *args, **kwargs)
 
 
-def global_hooks() -> list[int]:
-    """Keys of the hooks of all modules."""
-    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    return [key for kind in kinds for key in getattr(torch_module, f"_global_{kind}")]
-
-
-def has_only_forward(module: nn.Module) -> bool:
-    """Whether `module_call` does nothing but `forward`, where there are no hooks of all modules."""
-    return module._compiled_call_impl is None and not any(hooks_of(module))
+def global_hooks() -> Iterator[tuple[int, Callable[..., Any]]]:
+    """(Key, hook) of every hook of all modules."""
+    forward, backward = torch_module._global_forward_hooks, torch_module._global_backward_hooks
+    for hooks in (torch_module._global_forward_pre_hooks, forward, torch_module._global_backward_pre_hooks, backward):
+        yield from hooks.items()
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:

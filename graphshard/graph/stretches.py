@@ -9,7 +9,7 @@ of equal blocks, and of programs of other flags.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
-from graphshard.graph.ir import LAUNCHES, WAIT, is_call, is_constant
+from graphshard.graph.ir import LAUNCHES, WAIT, is_call, is_constant, output_args
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
@@ -48,9 +49,8 @@ class Stretch:
         names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
         lines = [_kind(node.meta.get("val")) for node in self.inputs]
         for node in self.nodes:
-            if node.op != "get_attr":
-                args, kwargs = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
-                lines.append(f"{node.target} {args} {kwargs}")
+            args, kwargs = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
+            lines.append("get_attr" if node.op == "get_attr" else f"{node.target} {args} {kwargs}")
         lines.append(" ".join(names[node] for node in self.outputs))
         return "\n".join(lines), *(_attribute(node) for node in self.nodes if node.op == "get_attr")
 
@@ -111,6 +111,7 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     found: list[Node | tuple[Node, ...]] = []
     running: dict[Node, None] = {}
     placed: set[Node] = set()
+    remade = _remade(graph)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node in placed:
             continue
@@ -120,9 +121,9 @@ def cut(graph: Graph) -> list[Node | Stretch]:
                 found.append(tuple(running))
                 running.clear()
             found.append(node)
-        elif _is_remade(node):
+        elif node in remade:
             # With each stretch that reads it, and once for all else.
-            if node.op != "get_attr" and any(_runs_by_itself(user) or user.op == "output" for user in node.users):
+            if node.op != "get_attr" and any(map(_runs_by_itself, node.users)):
                 found.append(node)
         else:
             if running and node.meta.get("seam"):
@@ -134,20 +135,32 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     if running:
         found.append(tuple(running))
     symbols = _symbols(graph)
-    return [nodes if isinstance(nodes, Node) else _alone(nodes) or _stretch(nodes, symbols) for nodes in found]
+    return [
+        nodes if isinstance(nodes, Node) else _alone(nodes, remade) or _stretch(nodes, symbols, remade)
+        for nodes in found
+    ]
 
 
-def _alone(nodes: Sequence[Node]) -> Node | None:
+def _alone(nodes: Sequence[Node], remade: Set[Node]) -> Node | None:
     """A stretch's only operator, with which there is nothing to fuse, where it does the same outside Inductor."""
     node, *others = nodes
-    if others or any(map(_is_remade, node.all_input_nodes)):
+    if others or not remade.isdisjoint(node.all_input_nodes):
         return None
     return node if str(node.target).startswith(("aten.", "prims.iota.")) else None
 
 
-def _is_remade(node: Node) -> bool:
-    """Whether each stretch that reads it has its own."""
-    return node.op == "get_attr" or is_constant(node)
+def _remade(graph: Graph) -> Set[Node]:
+    """What each stretch that reads it has of its own. Results may share memory with each other, so what is in them is
+    made once.
+    """
+    results = {_memory_of(node) for node in output_args(graph) if isinstance(node, Node)}
+    constants = {node for node in graph.nodes if is_constant(node) and _memory_of(node) not in results}
+    return constants.union(graph.find_nodes(op="get_attr"))
+
+
+def _memory_of(node: Node) -> object:
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else node  # type: ignore[no-untyped-call]
 
 
 def looks_up_seed(node: Node) -> bool:
@@ -175,17 +188,17 @@ def _with_parts(node: Node) -> Iterator[Node]:
             yield from _with_parts(user)
 
 
-def _stretch(nodes: Sequence[Node], symbols: dict[str, Node]) -> Stretch:
+def _stretch(nodes: Sequence[Node], symbols: dict[str, Node], remade: Set[Node]) -> Stretch:
     inside = dict.fromkeys(nodes)
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    remade = [node for node in read if _is_remade(node)]
-    inputs = [node for node in read if not _is_remade(node)]
+    own = [node for node in read if node in remade]
+    inputs = [node for node in read if node not in remade]
     sizes = [size for node in (*inputs, *nodes) for size in _symbolic_sizes(node.meta.get("val"))]
     needed = {str(symbol) for size in sizes for symbol in size.node.expr.free_symbols}
     inputs += [symbols[name] for name in sorted(needed & symbols.keys()) if symbols[name] not in read]
     shapes = sizes[0].node.shape_env if sizes else None
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    return Stretch((*remade, *nodes), tuple(inputs), outputs, shapes)
+    return Stretch((*own, *nodes), tuple(inputs), outputs, shapes)
 
 
 def _symbols(graph: Graph) -> dict[str, Node]:

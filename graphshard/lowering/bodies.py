@@ -66,7 +66,7 @@ def _in_turn(missing: Mapping[Key, Stretch]) -> Iterator[Key]:
     """
     rank, ranks = env.place_on_host()
     theirs = []
-    for key in _first_to_last(missing):
+    for key in missing if ranks == 1 else _first_to_last(missing):
         if ranks == 1 or is_first_to_ask(_digest(key)):
             yield key
         else:

@@ -293,15 +293,15 @@ class RegionPlanning:
 
     def keep_units(
         self,
-        forward: tuple[Graph, PassContext],
-        backward: tuple[Graph, PassContext],
+        forward: Callable[[], tuple[Graph, PassContext]],
+        backward: Callable[[], tuple[Graph, PassContext]],
         by_default: frozenset[str],
         settled: Callable[[Callable[[], str]], str],
     ) -> frozenset[str] | None:
         """Names of the units that stay gathered from forward to backward; None: FSDP2's flags say.
 
         Args:
-            forward: marked graph, and its context.
+            forward: makes the graph to plan, and its context.
             backward: the same.
             by_default: units that stay in FSDP2.
             settled: what all ranks do, given what this one would.
@@ -309,7 +309,7 @@ class RegionPlanning:
         if self._planning.mode == "fsdp2":
             return None
         with self._spending():
-            ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward, backward))
+            ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward(), backward()))
             as_in_fsdp2 = with_residency(ahead, back, by_default)
             self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
         self._behind = as_in_fsdp2[1]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graphshard.capture import marked_classes
-from graphshard.capture.marking import hook_keys, shared_code_key, shorten_calls
+from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.compat.dynamo import BackendCompilerFailed
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import module_call
@@ -51,7 +51,7 @@ class EntryPoints:
         self._options = options
         self._backend = backend
         self._modules = list(model.modules())
-        self._hook_keys: list[int] | None = None
+        self._hook_keys: list[int] = []
         self._kinds: dict[int, object] = {}  # by module
         self._functions: dict[object, Callable[..., Any]] = {}
         self.outer: frozenset[int] = frozenset()
@@ -61,7 +61,6 @@ class EntryPoints:
         if self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._kinds.clear()
-            shorten_calls(self._modules)
 
     def call(
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -114,8 +114,8 @@ class RegionLowering:
         holdings = self.runtime.holdings
         by_default = frozenset(unit.name for unit in binding.units if holdings.residency.behind_forward(unit) == KEEP)
         kept = self._planner.keep_units(
-            self._outlined("forward", graph.gm, binding),
-            self._outlined("backward", backward, binding),
+            lambda: self._outlined("forward", graph.gm, binding),
+            lambda: self._outlined("backward", backward, binding),
             by_default,
             lambda choose: self.settled(KEPT, binding, choose),
         )

@@ -52,15 +52,65 @@ def twice_of_linear(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | 
     return output * 2 if isinstance(module, nn.Linear) else None
 
 
+def halve_of_linear(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(grad * 0.5 for grad in inputs) if isinstance(module, nn.Linear) else None
+
+
+class HooksItself(nn.Module):
+    """Registers hooks on its layers in the middle of a forward, in its graph or outside, and calls them as they are."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(models.DIM, models.DIM) for _ in range(2))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.outside:
+            torch._dynamo.graph_break()
+        handle = self.second.register_forward_hook(lambda _, inputs, output: output * 3)
+        out: Tensor = self.second(x)
+        handle.remove()
+        return out + self.second(x)
+
+
+@pytest.mark.parametrize("outside", [False, True])
 @training_test(tolerance=BITWISE)
-def test_hooks_of_all_modules_come_and_go(run: TrainingRun) -> None:
+def test_hooks_that_come_and_go_in_a_forward(run: TrainingRun, outside: bool) -> None:
+    model = run.shard(HooksItself(outside), units=["first", "second"])
+    for index in range(2):
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@training_test(tolerance=BITWISE)
+def test_hooks_of_all_modules_come_and_go(run: TrainingRun, own: bool) -> None:
     model = run.shard(models.mlps(2))
+    for module in model.modules() if own else ():
+        module.register_forward_hook(lambda _, inputs, output: output * 1.5)
     for index in range(3):
         with ExitStack() as hooked:
             if index == 1:
                 hooked.callback(nn.modules.module.register_module_forward_hook(twice_of_linear).remove)
             loss = model(*models.features(index, run.rank)).square().mean()
         loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+# Dynamo leaves a call to eager in which a module without hooks of its own has one of these.
+@training_test(tolerance=BITWISE, allow_eager=("weight", "bias", "reads parameters outside any graph"))
+def test_backward_hooks_of_all_modules_come_and_go(run: TrainingRun) -> None:
+    model = run.shard(models.mlps(2))
+    for index in range(3):
+        with ExitStack() as hooked:
+            if index == 1:
+                hooked.callback(nn.modules.module.register_module_full_backward_hook(halve_of_linear).remove)
+            loss = model(*models.features(index, run.rank)).square().mean()
+            loss.backward()
         run.observe(loss, model)
         model.zero_grad()
 

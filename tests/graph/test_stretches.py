@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.dynamo import boxed_graph
@@ -88,7 +88,7 @@ def test_block_that_differs_has_a_body_of_its_own() -> None:
         first = blocks(x, weights[:6])
         return [*first, *blocks(torch.tanh(first[0]) * 3.0, weights[6:])]
 
-    weights = [torch.randn(6, 6) for _ in range(12)]
+    weights = [torch.randn(6, 6) / 6 for _ in range(12)]  # of larger ones the last block's results may be NaN
     gm = outlined(changed, X, weights)
     program, count = flat(gm)
     assert count > flat(outlined(blocks, X, weights))[1]
@@ -184,26 +184,59 @@ def test_bodies_are_shared_between_programs_but_for_symbols_of_other_captures() 
     assert len(compiled(bodies, traced("fake"))) == len(compiled(bodies, traced("fake"), is_backward=True)) == 1
 
 
-def sharing_a_constant(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """As after equal constants were made one; it is a result, too."""
+def sharing_a_constant(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """As after equal constants were made one."""
     zeros = torch.full((4, 6), 0.5)
     for weight in weights:
         x = torch.where((x @ weight) > zeros, x, zeros) + 1
-    return [x.tanh(), zeros]
+    return x.tanh()
+
+
+def constants(gm: GraphModule) -> list[Any]:
+    return [node for node in gm.graph.nodes if str(node.target) == "aten.full.default"]
 
 
 def test_constant_that_equal_blocks_read_is_made_anew_in_each() -> None:
     gm = outlined(sharing_a_constant)
-    assert sum(str(node.target) == "aten.full.default" for node in gm.graph.nodes) == 1
+    assert len(constants(gm)) == 1
     program, count = flat(gm)
-    for got, want in zip(program([X, *WEIGHTS]), gm(X, WEIGHTS), strict=True):
+    assert torch.equal(program([X, *WEIGHTS])[0], gm(X, WEIGHTS))
+    steps = cut(gm.graph)
+    assert not any(constants(gm)[0] in step.inputs for step in steps if isinstance(step, Stretch))
+    assert flat(outlined(sharing_a_constant, X, [*WEIGHTS, *WEIGHTS]))[1] == count
+
+
+def test_results_that_share_the_memory_of_a_constant_go_on_sharing_it() -> None:
+    def function(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        ones = torch.full((4, 6), 1.0)
+        for weight in weights:
+            x = (x @ weight).relu() + ones
+        return x, ones, ones.view(-1)[:5]
+
+    program, _ = flat(outlined(function))
+    _, ones, part = program([X, *WEIGHTS])
+    ones.add_(1)
+    assert torch.equal(part, torch.full((5,), 2.0))
+
+
+def test_attribute_and_constant_that_change_places_are_told_apart() -> None:
+    gm = GraphModule(torch.nn.Module(), Graph())
+    gm.register_buffer("kept", torch.arange(4.0))
+    x = gm.graph.placeholder("x")
+    results = []
+    for attribute_first in (True, False):
+        kept = gm.graph.get_attr("kept")
+        one = gm.graph.call_function(torch.ops.aten.full.default, ([4], 1.0))
+        read = (kept, one) if attribute_first else (one, kept)
+        result = gm.graph.call_function(torch.ops.aten.sub.Tensor, read)
+        results.append(gm.graph.call_function(torch.ops.aten.mul.Tensor, (result, x)))
+        result.meta["seam"] = True
+    gm.graph.output(tuple(results))
+    for node in gm.graph.nodes:
+        node.meta["val"] = torch.ones(4)
+    gm.recompile()
+    for got, want in zip(flat(gm)[0]([torch.ones(4)]), gm(torch.ones(4)), strict=True):
         assert torch.equal(got, want)
-    (constant,) = (node for node in gm.graph.nodes if str(node.target) == "aten.full.default")
-    assert constant in cut(gm.graph)  # made once for what is no stretch
-    inputs = [step.inputs for step in cut(gm.graph) if isinstance(step, Stretch)]
-    assert not any(constant in read for read in inputs)
-    more = [*WEIGHTS, *WEIGHTS]
-    assert flat(outlined(sharing_a_constant, X, more))[1] == count
 
 
 def test_last_block_that_ends_otherwise_shares_what_is_equal() -> None:

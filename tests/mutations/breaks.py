@@ -37,8 +37,8 @@ MUTATIONS = (
     Mutation(
         "constants that equal blocks share come into their bodies from outside",
         "graphshard/graph/stretches.py",
-        'return node.op == "get_attr" or is_constant(node)',
-        'return node.op == "get_attr"',
+        'return constants.union(graph.find_nodes(op="get_attr"))',
+        'return set(graph.find_nodes(op="get_attr"))',
         ("tests/graph/test_stretches.py", "-k", "constant"),
     ),
     Mutation(
