@@ -85,34 +85,32 @@ def test_hooks_that_come_and_go_in_a_forward(run: TrainingRun, outside: bool) ->
         model.zero_grad()
 
 
+def train_hooked(run: TrainingRun, model: Any, register: Callable[[], Any]) -> None:
+    """Three steps; the hook is there in the second."""
+    for index in range(3):
+        with ExitStack() as hooked:
+            if index == 1:
+                hooked.callback(register().remove)
+            loss = model(*models.features(index, run.rank)).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("own", [False, True])
 @training_test(tolerance=BITWISE)
 def test_hooks_of_all_modules_come_and_go(run: TrainingRun, own: bool) -> None:
     model = run.shard(models.mlps(2))
     for module in model.modules() if own else ():
         module.register_forward_hook(lambda _, inputs, output: output * 1.5)
-    for index in range(3):
-        with ExitStack() as hooked:
-            if index == 1:
-                hooked.callback(nn.modules.module.register_module_forward_hook(twice_of_linear).remove)
-            loss = model(*models.features(index, run.rank)).square().mean()
-        loss.backward()
-        run.observe(loss, model)
-        model.zero_grad()
+    train_hooked(run, model, lambda: nn.modules.module.register_module_forward_hook(twice_of_linear))
 
 
 # Dynamo leaves a call to eager in which a module without hooks of its own has one of these.
 @training_test(tolerance=BITWISE, allow_eager=("weight", "bias", "reads parameters outside any graph"))
 def test_backward_hooks_of_all_modules_come_and_go(run: TrainingRun) -> None:
     model = run.shard(models.mlps(2))
-    for index in range(3):
-        with ExitStack() as hooked:
-            if index == 1:
-                hooked.callback(nn.modules.module.register_module_full_backward_hook(halve_of_linear).remove)
-            loss = model(*models.features(index, run.rank)).square().mean()
-            loss.backward()
-        run.observe(loss, model)
-        model.zero_grad()
+    train_hooked(run, model, lambda: nn.modules.module.register_module_full_backward_hook(halve_of_linear))
 
 
 def policies_per_block(model: nn.Module, mesh: DeviceMesh) -> None:
