@@ -180,7 +180,7 @@ class Engine:
         finally:
             for unit in self.shards.units_of(module):
                 if self._follower.may_end(unit):
-                    self.holdings.end_unit(unit)
+                    self.holdings.end_module(unit, module)
 
     def _moved_to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Inputs on the model's device, as FSDP2's root moves them, behind the event that stands for the optimizer."""

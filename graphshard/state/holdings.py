@@ -56,9 +56,10 @@ class Holdings:
                 # Ranks may use other parameters of it than this one: all take part in one gather of the whole.
                 self.gathers.unshard([unit]).wait()
 
-    def end_unit(self, unit: Unit) -> None:
+    def end_module(self, unit: Unit, module: nn.Module) -> None:
         """The forward of a unit's module ends, outside any graph."""
-        if unit in self.shards.active and self.residency.behind_forward(unit) == RESHARD:
+        ends = self.forward.ends_unit(unit, module)
+        if ends and unit in self.shards.active and self.residency.behind_forward(unit) == RESHARD:
             self.gathers.reshard([unit])
 
     def end_forward(self) -> None:

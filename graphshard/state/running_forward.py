@@ -35,11 +35,13 @@ class RunningForward:
         self.touched: set[Unit] = set()
         self.regions_run = 0
         self.nested = self.in_backward = self.is_inference = False
+        self._to_run: dict[Unit, set[int]] = {}
 
     def begin(self, module: nn.Module) -> None:
         """A call of `module` begins."""
         self.runs = True
         self.touched.clear()
+        self._to_run.clear()
         self.regions_run, self.nested = 0, False
         self.is_inference = not torch.is_grad_enabled()
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
@@ -47,6 +49,14 @@ class RunningForward:
         if (entry := self._entry_of.get(id(module))) is None:
             entry = self._entry_of[id(module)] = self._entered(module)
         self.entry = entry
+
+    def ends_unit(self, unit: Unit, module: nn.Module) -> bool:
+        """Whether a unit's forward ends with that of its `module`, outside any graph: none of its modules is left."""
+        left = self._to_run.setdefault(unit, {id(own) for own in unit.modules})
+        left.discard(id(module))
+        if not left:
+            del self._to_run[unit]
+        return not left
 
     def _entered(self, module: nn.Module) -> Entry:
         inside = {id(inner) for inner in module.modules()}

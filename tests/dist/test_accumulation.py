@@ -101,14 +101,10 @@ def accumulate(run: TrainingRun, pattern: Pattern) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        Pattern("all", True),
         Pattern("all", False),
-        Pattern("all", False, reshard_after_backward=False),
         Pattern("all", True, offload=OFFLOAD),
-        Pattern("root", True),
         Pattern("root", False, reshard_after_backward=False),
         Pattern("some", True),
-        Pattern("some", False, reshard_after_backward=False),
     ],
     ids=str,
 )
@@ -127,11 +123,9 @@ def test_shards_over_a_smaller_group_accumulate(run: TrainingRun) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        Pattern("all", True),
         Pattern("all", True, scatter_only=True),
-        Pattern("root", False, reshard_after_backward=False, scatter_only=True),
+        Pattern("root", False, reshard_after_backward=False),
         Pattern("some", False, scatter_only=True, offload=OFFLOAD),
-        Pattern("some", True),
     ],
     ids=str,
 )

@@ -117,7 +117,7 @@ def train(run: TrainingRun, model: Any, inputs: Callable[[int, int], tuple[Tenso
 
 
 # Without a break the whole model is one region, in which there is no order to follow.
-IN_SEVERAL_REGIONS = [*((name, "unit") for name in MODELS), *((name, "model") for name in MODELS if "break" in name)]
+IN_SEVERAL_REGIONS = [(name, "model" if "break" in name else "unit") for name in MODELS]
 
 
 @pytest.mark.parametrize(("name", "regions"), IN_SEVERAL_REGIONS)
@@ -134,8 +134,9 @@ def test_order_that_is_followed_under_inductor(run: TrainingRun) -> None:
     train(run, run.shard(build()), inputs)
 
 
-@pytest.mark.parametrize("regions", ["model", "unit"])
-@pytest.mark.parametrize("name", ["decoder", "break in each block", "break between blocks"])
+@pytest.mark.parametrize(
+    ("name", "regions"), [("decoder", "unit"), ("break in each block", "model"), ("break between blocks", "model")]
+)
 @training_test(tolerance=BITWISE)
 def test_microbatches_accumulate_across_regions(run: TrainingRun, name: str, regions: str) -> None:
     build, inputs = MODELS[name]
@@ -146,8 +147,7 @@ def test_microbatches_accumulate_across_regions(run: TrainingRun, name: str, reg
 @pytest.mark.skipif(
     not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
 )
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("name", ["decoder", "break between blocks"])
+@pytest.mark.parametrize(("name", "reshard"), [("decoder", False), ("break between blocks", True)])
 @training_test(tolerance=BITWISE)
 def test_policies_of_units_across_regions(run: TrainingRun, name: str, reshard: bool) -> None:
     build, inputs = MODELS[name]

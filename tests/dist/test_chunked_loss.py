@@ -101,13 +101,8 @@ def train(run: TrainingRun, model: Chunked, steps: int = 3) -> None:
 
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, output_dtype=BF16)
 CASES: dict[str, dict[str, Any]] = {
-    "grouped": {},
     "not grouped": {"grouped": False},
-    "tied": {"tied": True},
-    "kept gathered": {"reshard": False},
     "tied, kept gathered": {"tied": True, "reshard": False},
-    "half": {"outer": HALF},
-    "half, not grouped": {"outer": HALF, "grouped": False},
     "half in the unit alone": {"inner": HALF, "outer": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)},
     "checkpointed": {"checkpointed": True},
     "half, tied, checkpointed": {"outer": HALF, "tied": True, "checkpointed": True},

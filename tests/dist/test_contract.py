@@ -213,9 +213,10 @@ def broken(first: int, who: int, options: dict[str, Any], build: Callable[[], nn
     assert any("graph breaks leave parts" in note for note in report.notes) == (rank == who)
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
 @pytest.mark.parametrize(
-    ("plan", "first"), [("auto", 0), ("auto", 1), ("fsdp2", 1)], ids=["auto-from the first step", "auto-later", "fsdp2"]
+    ("plan", "first", "who"),
+    [("auto", 0, 0), ("auto", 1, 0), ("auto", 1, 1), ("fsdp2", 1, 1)],
+    ids=["auto-from the first step-0", "auto-later-0", "auto-later-1", "fsdp2-1"],
 )
 def test_graph_breaks_on_one_rank(two_ranks: WorkerPool, first: int, who: int, plan: str) -> None:
     two_ranks.run(broken, first, who, {"plan": plan})
@@ -261,8 +262,7 @@ def accumulating(who: int, everywhere: bool) -> None:
     equal(*seen)
 
 
-@pytest.mark.parametrize("who", [0, 1], ids=["on the rank that decides", "on the other"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["alone", "beside those of all"])
+@pytest.mark.parametrize(("who", "everywhere"), [(0, False), (1, True)], ids=["0, alone", "1, beside those of all"])
 def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: int, everywhere: bool) -> None:
     two_ranks.run(accumulating, who, everywhere)
 

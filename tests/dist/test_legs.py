@@ -35,7 +35,7 @@ def broken_beside_others(who: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("who", "options"),
-    [(0, {"plan": "auto"}), (1, {"plan": "fsdp2"}), (1, {"regions": "unit"})],
+    [(0, {"plan": "auto"}), (1, {"regions": "unit"})],
 )
 def test_graph_breaks_on_one_rank_beside_those_of_all(
     two_ranks: WorkerPool, who: int, options: dict[str, Any]

@@ -38,10 +38,10 @@ def reshard_all(model: nn.Module) -> None:
 
 
 @pytest.mark.row("S3", "S4")
-@pytest.mark.parametrize(("reshard", "units"), [(True, 3), (False, 3), (2, 3), (None, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize(("reshard", "units"), [(None, 3), (2, 1)], ids=str)
 @training_test(world_size=4)
 def test_registered_parameters_follow_reshard_after_forward(
-    run: TrainingRun, reshard: bool | int | None, units: int
+    run: TrainingRun, reshard: int | None, units: int
 ) -> None:
     def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
         for block in list(model.children())[: units - 1]:
@@ -62,15 +62,12 @@ def test_registered_parameters_follow_reshard_after_forward(
 
 
 @pytest.mark.row("S3")
-@pytest.mark.parametrize("reshard", [False, 2, None])
 @training_test(world_size=4)
-def test_reshard_between_forward_and_backward_restores_sharded_parameters(
-    run: TrainingRun, reshard: int | None
-) -> None:
+def test_reshard_between_forward_and_backward_restores_sharded_parameters(run: TrainingRun) -> None:
     def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
         for block in model.children():
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)
 
     model = run.shard(nn.Sequential(Mlp(), nn.Linear(DIM, DIM), Mlp()), annotate=annotate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,7 +83,7 @@ def test_reshard_between_forward_and_backward_restores_sharded_parameters(
 
 
 @pytest.mark.row("S3")
-@training_test(world_size=4, train=False)
+@training_test(train=False)
 def test_evaluation_leaves_parameters_as_eager_does(run: TrainingRun) -> None:
     model = run.shard(nn.Sequential(*(Mlp() for _ in range(2))), units=[Mlp])
     for index in range(2):
@@ -194,7 +191,7 @@ def shard_while_building(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.row("S29")
-@training_test(world_size=4)
+@training_test()
 def test_blocks_sharded_one_by_one_are_not_taken_for_shared(run: TrainingRun) -> None:
     model = run.shard(nn.Sequential(), annotate=shard_while_building)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

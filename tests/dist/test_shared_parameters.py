@@ -35,7 +35,7 @@ def train(run: TrainingRun, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 @pytest.mark.row("S26")
 @pytest.mark.parametrize("reshard", [True, False])
-@training_test(world_size=4, tolerance=BITWISE)
+@training_test(tolerance=BITWISE)
 def test_tied_weights_around_checkpointed_blocks(run: TrainingRun, reshard: bool) -> None:
     model = run.shard(models.Checkpointed(layers=2, tied=True), reshard_after_forward=reshard)
     train(run, model, torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -34,15 +34,15 @@ HOOKS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("regions", ["model", "unit"])
 @training_test(tolerance=BITWISE)
 def test_hooks_on_some_of_equal_blocks(run: TrainingRun, regions: str) -> None:
-    model = run.shard(models.Decoder(layers=len(HOOKS) + 1), **({} if run.is_reference else {"regions": regions}))
+    model = run.shard(models.mlps(len(HOOKS) + 1), **({} if run.is_reference else {"regions": regions}))
     handles: list[Any] = []
     for index in range(3):
         if index == 1:
-            handles = [add(layer) for add, layer in zip(HOOKS.values(), model.layers[1:], strict=True)]
+            handles = [add(layer) for add, layer in zip(HOOKS.values(), model[2:], strict=True)]
         if index == 2:
             for handle in handles:
                 handle.remove()
-        loss = loss_of(model, run, index)
+        loss = model(*models.features(index, run.rank)).square().mean()
         loss.backward()
         run.observe(loss, model)
         model.zero_grad()

@@ -192,11 +192,10 @@ def several(steps: tuple[tuple[tuple[int, ...], ...], ...], at_once: bool) -> No
             plain.zero_grad()
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["accumulated", "in one backward"])
 @pytest.mark.parametrize(
-    "steps",
-    [(((1, 2), (2, 1)), ((2, 3), (3, 1))), (((3, 3), (3, 3)), ((1, 2), (2, 1)), ((3, 1), (2, 3)))],
-    ids=["from the first step", "later"],
+    ("steps", "at_once"),
+    [((((1, 2), (2, 1)), ((2, 3), (3, 1))), True), ((((3, 3), (3, 3)), ((1, 2), (2, 1)), ((3, 1), (2, 3))), False)],
+    ids=["from the first step, in one backward", "later, accumulated"],
 )
 def test_ranks_that_use_other_experts_in_several_calls_train_on(
     two_ranks: WorkerPool, steps: tuple[tuple[tuple[int, ...], ...], ...], at_once: bool

@@ -160,7 +160,7 @@ LOOPS = {
     "params bf16, reduce f32": Loop(test_training.test_mixed_precision, {"policy": "bf16, reduce f32"}),
     "f32, reduce bf16": Loop(test_training.test_mixed_precision, {"policy": "f32, reduce bf16"}),
     "decoder in bf16": Loop(train_in_bf16, {}),
-    "reduce f16": Loop(test_policies.test_reduction_that_divides_before_and_after_the_sum, {"policy": "f16"}),
+    "reduce f16 and f64": Loop(test_policies.test_reductions_that_divide_before_and_after_the_sum, {}),
     "larger layers": Loop(train_larger_layers, {}),
     "annotated": Loop(test_training.test_annotated_model_keeps_its_units, {}),
     "regions of units": Loop(test_training.test_regions_change_no_bit, {"regions": "unit"}),
