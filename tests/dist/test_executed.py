@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(OPTIONS)[:-1])
+@pytest.mark.parametrize("name", ["auto", "region per unit", "replicate", "eager"])
 def test_ranks_that_are_alike_do_not_notice(two_ranks: WorkerPool, name: str) -> None:
     two_ranks.run(alike, (), OPTIONS[name])
 

@@ -22,7 +22,7 @@ BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 INDUCTOR = Ulps(64, "Inductor fuses pointwise chains and sums in vector lanes", atol=2e-6)
 
 CASES: dict[str, dict[str, Any]] = {
-    "decoder": {"build": models.Decoder, "inputs": models.tokens},
+    "decoder": {"build": lambda: models.Decoder(layers=2), "inputs": models.tokens},
     "tied": {"build": models.tied_decoder, "inputs": models.tokens},
     "checkpointed": {"build": lambda: models.Checkpointed(layers=2), "inputs": models.tokens},
     "read_thrice": {"build": models.ReadThrice, "inputs": models.features},
