@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,9 +47,7 @@ def is_view(node: Node) -> bool:
     """Whether the result of `node` is memory of an argument, unchanged."""
     if node.op != "call_function":
         return False
-    schema = getattr(node.target, "_schema", None)
-    infos = [result.alias_info for result in schema.returns] if schema else []
-    if node.target in _VIEWS or any(alias is not None and not alias.is_write for alias in infos):
+    if _makes_views(node.target):
         return True
     # A cast to the dtype that is there already: Inductor drops it.
     source = node.args[0] if node.target is _CAST else None
@@ -57,18 +56,33 @@ def is_view(node: Node) -> bool:
 
 def is_free(node: Node) -> bool:
     """Whether `node` runs no kernel of its own."""
-    if node.op != "call_function" or is_view(node) or node.target in _FREE:
-        return True
-    if getattr(node.target, "namespace", "") in _FREE_NAMESPACES:
-        return True
-    if not getattr(node.target, "namespace", ""):  # plain Python: arithmetic of sizes
+    if node.op != "call_function" or _computes_nothing(node.target) or is_view(node):
         return True
     return not any(True for _ in tensors(node.meta.get("val"))) and not is_mutation(node)
 
 
 def is_mutation(node: Node) -> bool:
     """Whether `node` writes into an argument."""
-    schema = getattr(node.target, "_schema", None)
+    return _writes(node.target)
+
+
+# The planner asks for each node several times.
+@lru_cache(maxsize=4096)
+def _makes_views(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    infos = [result.alias_info for result in schema.returns] if schema else []
+    return target in _VIEWS or any(alias is not None and not alias.is_write for alias in infos)
+
+
+@lru_cache(maxsize=4096)
+def _computes_nothing(target: Any) -> bool:
+    namespace = getattr(target, "namespace", "")  # plain Python, arithmetic of sizes, has none
+    return target in _FREE or not namespace or namespace in _FREE_NAMESPACES
+
+
+@lru_cache(maxsize=4096)
+def _writes(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
 

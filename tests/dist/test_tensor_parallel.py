@@ -136,8 +136,8 @@ def check_whole_values(model: nn.Module, plain: nn.Module, axes: tuple[str, ...]
 def test_columns_and_rows_are_sharded_again(
     run: TrainingRun, dim: int, local: bool, reshard: bool, checkpointed: bool
 ) -> None:
-    plain = seeded(lambda: Stack(dim))
-    model = run.shard(seeded(lambda: Stack(dim, checkpointed)), annotate=parallelized(local, reshard))
+    plain = seeded(lambda: Stack(dim, layers=2))
+    model = run.shard(seeded(lambda: Stack(dim, checkpointed, layers=2)), annotate=parallelized(local, reshard))
     check_whole_values(model, plain, AXES)
     train(run, model, dim, run.mesh["dp"].get_local_rank())
 

@@ -85,6 +85,18 @@ def test_hooks_that_come_and_go_in_a_forward(run: TrainingRun, outside: bool) ->
         model.zero_grad()
 
 
+class CallsTwice(nn.Linear):
+    def _call_impl(self, x: Tensor) -> Tensor:
+        out: Tensor = super()._call_impl(x) + super()._call_impl(x * 0.5)
+        return out
+
+
+@training_test(tolerance=BITWISE)
+def test_modules_with_a_call_of_their_own(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(nn.LayerNorm(models.DIM), CallsTwice(models.DIM, models.DIM)), units=[CallsTwice])
+    run.train(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, run, index: model(*models.features(index, run.rank)).square().mean())
+
+
 def train_hooked(run: TrainingRun, model: Any, register: Callable[[], Any]) -> None:
     """Three steps; the hook is there in the second."""
     for index in range(3):
