@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.compat.autograd import called_to_reduce_grads
 from graphshard.compat.dynamo import inline_only
-from graphshard.compat.modules import module_call
 from graphshard.graph.markers import UNSHARD
 
 # On the instance: the engine that runs it.
@@ -72,6 +71,8 @@ class ModelRunner(Protocol):
         """`FSDPModule.set_post_optim_event`."""
 
 
+# In a marked class: the call of the class that it marks.
+_OWN_CALL = "_graphshard_own_call"
 _MARKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
@@ -79,7 +80,8 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     """The marked class of `cls` whose sharded parameters are `names`."""
     if (cls, names) not in _MARKED:
         body: dict[str, Any] = {name: _parameter_property(name) for name in names}
-        body["__call__"] = _call
+        body["__call__"] = _call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)
+        body[_OWN_CALL] = cls.__call__
         body["__module__"] = cls.__module__
         body["__doc__"] = cls.__doc__
         if issubclass(cls, nn.RNNBase):
@@ -138,14 +140,31 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
     return DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
+def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a marked module as its own class does, hooks included: most often `nn.Module.__call__`."""
+    return getattr(type(module), _OWN_CALL)(module, *args, **kwargs)
+
+
 @inline_only
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _own_trace and is_compiling():
-        if self._compiled_call_impl is None:  # as `module_call`, with fewer functions on the way for Dynamo to trace
+        if self._compiled_call_impl is None:  # as `own_call`, with fewer functions on the way for Dynamo to trace
             return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return module_call(self, *args, **kwargs)
+        return own_call(self, *args, **kwargs)
     engine: ModelRunner = self.__dict__[ENGINE]
     return engine.call(self, args, kwargs)
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`__call__` of the marked class of one that has its own."""
+
+    def call_own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _own_trace and is_compiling():
+            return call(self, *args, **kwargs)
+        engine: ModelRunner = self.__dict__[ENGINE]
+        return engine.call(self, args, kwargs)
+
+    return inline_only(call_own)
 
 
 # An RNN keeps its parameters in a list too, which no property would see.
@@ -231,7 +250,7 @@ def forward_method(method: Callable[..., Any], pre: Callable[..., Any], post: Ca
     return inline_only(call)
 
 
-def entry_point(cls: type[nn.Module], body: Callable[..., Any] = module_call) -> Callable[..., Any]:
+def entry_point(cls: type[nn.Module], body: Callable[..., Any] = own_call) -> Callable[..., Any]:
     """A function that calls a module, or another function with it, with a code object of its own.
 
     Dynamo keeps its compiled code, and counts recompilations, per code object: so each marked class of each model gets

@@ -1,4 +1,4 @@
-"""What is private of torch about modules: calls past a marked class, and hooks."""
+"""What is private of torch about modules: their hooks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-
-
-def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`nn.Module.__call__`, hooks included, whatever `module`'s class makes of a call."""
-    return nn.Module.__call__(module, *args, **kwargs)
 
 
 def global_hooks() -> Iterator[tuple[int, Callable[..., Any]]]:

@@ -17,7 +17,6 @@ from graphshard.agree.executed import executed_of
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
 from graphshard.compat.dynamo import uncaptured
-from graphshard.compat.modules import module_call
 from graphshard.compat.tensors import dispatch_mode_active, moved_tensors
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
@@ -139,7 +138,7 @@ class Engine:
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self.compiled:
-            return module_call(module, *args, **kwargs)
+            return marked_classes.own_call(module, *args, **kwargs)
         if self.running:
             return self._call_inside(module, method, args, kwargs)
         if dispatch_mode_active():
@@ -152,7 +151,7 @@ class Engine:
             with self.eager():
                 if method is not None:  # FSDP2's wrapper of it is back
                     return getattr(module, method.name)(*args, **kwargs)
-                return module_call(module, *args, **kwargs)
+                return marked_classes.own_call(module, *args, **kwargs)
         self._prepare()
         if self.context.executed is not None:
             self.context.executed.begin_call()

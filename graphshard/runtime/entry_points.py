@@ -14,7 +14,6 @@ from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.compat.dynamo import BackendCompilerFailed
 from graphshard.compat.interpreter import with_room
-from graphshard.compat.modules import module_call
 from graphshard.errors import RanksDiffer
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
@@ -69,14 +68,14 @@ class EntryPoints:
         plain Python.
         """
         if method is None and self._options.regions == "unit" and id(module) in self.outer:
-            return module_call(module, *args, **kwargs)
+            return marked_classes.own_call(module, *args, **kwargs)
         if (kind := self._kinds.get(id(module))) is None:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
         try:
             if (function := self._functions.get((kind, method))) is not None:
                 return function(module, args, kwargs)
-            body = module_call if method is None else method.body
+            body = marked_classes.own_call if method is None else method.body
             function = self._functions[kind, method] = torch.compile(
                 marked_classes.entry_point(type(module), body),
                 backend=self._backend,

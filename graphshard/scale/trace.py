@@ -23,7 +23,6 @@ from graphshard.capture import marked_classes
 from graphshard.capture.units import resolve_units
 from graphshard.compat.fake import fake_process_group
 from graphshard.compat.inductor import compile_region_inductor
-from graphshard.compat.modules import module_call
 from graphshard.compat.tensors import fake_tensors
 from graphshard.graph.ir import Direction, ParamRef
 from graphshard.lowering import driver
@@ -170,7 +169,7 @@ class _Recorder(Engine):
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
             return compile_region_inductor(gm, values, without_loss, partitioner)
 
-        entry = marked_classes.entry_point(type(self.model), module_call)
+        entry = marked_classes.entry_point(type(self.model))
         compiled = torch.compile(entry, backend=record, fullgraph=True, dynamic=False)
         try:
             with marked_classes.tracing(), _without_advice():

@@ -91,10 +91,22 @@ class CallsTwice(nn.Linear):
         return out
 
 
+class Scaled(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(x * 0.5) * 3
+        return out
+
+
 @training_test(tolerance=BITWISE)
 def test_modules_with_a_call_of_their_own(run: TrainingRun) -> None:
-    model = run.shard(nn.Sequential(nn.LayerNorm(models.DIM), CallsTwice(models.DIM, models.DIM)), units=[CallsTwice])
-    run.train(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, run, index: model(*models.features(index, run.rank)).square().mean())
+    dim = models.DIM
+    model = run.shard(Scaled(Scaled(nn.Linear(dim, dim)), CallsTwice(dim, dim)), units=["0", "1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.train(model, optimizer, lambda model, run, index: model(*models.features(index, run.rank)).square().mean())
+    if not run.is_reference:
+        with graphshard.eager(model):
+            eager = model(*models.features(0, run.rank))
+        assert torch.equal(eager, model(*models.features(0, run.rank)))
 
 
 def train_hooked(run: TrainingRun, model: Any, register: Callable[[], Any]) -> None:
