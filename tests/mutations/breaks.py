@@ -70,6 +70,20 @@ MUTATIONS = (
         ("tests/dist/test_across_regions.py", "-k", "each_region_gathers"),
     ),
     Mutation(
+        "a class's own call is not called",
+        "graphshard/capture/marked_classes.py",
+        "_call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)",
+        "_call",
+        ("tests/dist/test_user_code.py", "-k", "call_of_their_own"),
+    ),
+    Mutation(
+        "a unit of several modules is resharded behind the first",
+        "graphshard/state/running_forward.py",
+        "        return not left\n",
+        "        return True\n",
+        ("tests/dist/test_checkpointing.py", "-k", "composable"),
+    ),
+    Mutation(
         "hooks that were added later are not looked at",
         "graphshard/runtime/entry_points.py",
         "            self._kinds.clear()\n",
