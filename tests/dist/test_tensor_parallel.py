@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common  # `ShardPlacementResult` has no public name yet
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -330,12 +331,10 @@ class Expert(nn.Module):
         return out
 
 
+@pytest.mark.skipif(not hasattr(common, "ShardPlacementResult"), reason="this FSDP2 has one mesh per unit")
 @pytest.mark.row("S33")
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("ep", "efsdp"), expect_collectives="at_most")
 def test_one_unit_shards_its_parameters_on_two_meshes(run: TrainingRun) -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")  # no public name yet
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("this FSDP2 has one mesh per unit")
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     few, all_ranks = (common.FSDPMeshInfo(mesh, shard_mesh_dim=0) for mesh in (run.mesh["efsdp"], whole))
 
