@@ -58,8 +58,8 @@ class Holdings:
 
     def end_module(self, unit: Unit, module: nn.Module) -> None:
         """The forward of a unit's module ends, outside any graph."""
-        ends = self.forward.ends_unit(unit, module)
-        if ends and unit in self.shards.active and self.residency.behind_forward(unit) == RESHARD:
+        is_last = self.forward.end_module(unit, module)
+        if is_last and unit in self.shards.active and self.residency.behind_forward(unit) == RESHARD:
             self.gathers.reshard([unit])
 
     def end_forward(self) -> None:

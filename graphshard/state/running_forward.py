@@ -50,8 +50,10 @@ class RunningForward:
             entry = self._entry_of[id(module)] = self._entered(module)
         self.entry = entry
 
-    def ends_unit(self, unit: Unit, module: nn.Module) -> bool:
-        """Whether a unit's forward ends with that of its `module`, outside any graph: none of its modules is left."""
+    def end_module(self, unit: Unit, module: nn.Module) -> bool:
+        """The forward of a unit's `module` ends, outside any graph, where alone it is seen. Returns whether none of the
+        unit's modules is left to run.
+        """
         left = self._to_run.setdefault(unit, {id(own) for own in unit.modules})
         left.discard(id(module))
         if not left:

@@ -186,7 +186,7 @@ def test_inputs_of_each_module_of_a_unit_are_cast(run: TrainingRun) -> None:
 
 
 @pytest.mark.row("S19")
-@pytest.mark.parametrize(("grouped", "reshard"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("grouped", "reshard"), [(True, True), (True, False), (False, True)])
 @training_test(tolerance=BITWISE)
 def test_chunks_accumulate_over_microbatches(run: TrainingRun, grouped: bool, reshard: bool) -> None:
     model = sharded(run, grouped=grouped, reshard=reshard)

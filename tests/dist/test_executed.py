@@ -68,7 +68,7 @@ def alike(shape: tuple[int, ...], options: dict[str, Any]) -> None:
         assert counted == launched > 0, counts
 
 
-@pytest.mark.parametrize("options", [{}, {"regions": "unit"}, {"strategy": "replicate"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"regions": "unit"}, {"strategy": "replicate"}, {"backend": "eager"}], ids=str)
 def test_ranks_that_are_alike_do_not_notice(two_ranks: WorkerPool, options: dict[str, Any]) -> None:
     two_ranks.run(alike, (), options)
 
