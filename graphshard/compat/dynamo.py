@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -48,17 +46,6 @@ def inline_only(function: C) -> C:
     """
     skip_code(function.__code__)
     return function
-
-
-@contextmanager
-def untimed_guards() -> Iterator[None]:
-    """Inside, Dynamo does not measure how long its guards take: it empties the processor's caches for that, which takes
-    longer than to trace a small frame.
-
-    For processes of tests alone: it changes torch.
-    """
-    with mock.patch("torch._dynamo.guards.profile_guard_manager", lambda root, scope, times: 0.0):
-        yield
 
 
 def tell_of_compiles(begin: Callable[[object], None], end: Callable[[object], None]) -> None:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from graphshard.compat.dynamo import untimed_guards
 from graphshard.compat.groups import forget_meshes
 from graphshard.compat.interpreter import with_room
 from graphshard.testing.devices import take_device
@@ -114,8 +113,7 @@ def serve(station: Station, connection: Connection) -> None:
             task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        with untimed_guards():
-            reply = _reply_to(task, station, store)
+        reply = _reply_to(task, station, store)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(reply))

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
-from graphshard.compat.dynamo import inline_only, tell_of_compiles, untimed_guards
+from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
     compile_body,
@@ -266,11 +266,3 @@ def test_timers_of_torchs_compilers_are_nested_as_is_known() -> None:
     # A torch may leave its partitioner untimed.
     assert {name for name in PHASES if phases[name] > 0.0} >= {*PHASES} - {PARTITIONER}
     assert sum(phases.values()) < took_s
-
-
-def test_guards_are_not_timed_where_tests_say_so() -> None:
-    with mock.patch("torch._dynamo.guards.profile_guard_manager", side_effect=AssertionError("timed")):
-        with untimed_guards():
-            assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
-        with pytest.raises(Exception, match="timed"):
-            torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
