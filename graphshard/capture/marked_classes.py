@@ -20,16 +20,20 @@ from torch.distributed.tensor import DTensor
 from graphshard.compat.autograd import called_to_reduce_grads
 from graphshard.compat.dynamo import inline_only
 from graphshard.graph.markers import UNSHARD
+from graphshard.graph.twin_calls import ASK, END, TWIN
 
 # On the instance: the engine that runs it.
 ENGINE = "_graphshard_engine"
+# On a block that may have twins: its mark, or "" (see `twins`).
+TWIN_MARK = "_graphshard_twin"
+SHARD_PREFIX = "_graphshard_shard_"
 
 
 def shard_key(name: str) -> str:
     """Of what an instance holds for a parameter: the arguments of graphshard::unshard, and its tensor-parallel layout,
     if it has one.
     """
-    return f"_graphshard_shard_{name}"
+    return SHARD_PREFIX + name
 
 
 class ModelRunner(Protocol):
@@ -73,14 +77,17 @@ class ModelRunner(Protocol):
 
 # In a marked class: the call of the class that it marks.
 _OWN_CALL = "_graphshard_own_call"
-_MARKED: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_MARKED: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
 
-def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The marked class of `cls` whose sharded parameters are `names`."""
-    if (cls, names) not in _MARKED:
+def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: bool = False) -> type[nn.Module]:
+    """The marked class of `cls` whose sharded parameters are `names`; of blocks that may be alike, if so."""
+    if (cls, names, may_have_twins) not in _MARKED:
         body: dict[str, Any] = {name: _parameter_property(name) for name in names}
-        body["__call__"] = _call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)
+        if may_have_twins:
+            body["__call__"] = _calling(_traced_once(cls.__call__))
+        else:
+            body["__call__"] = _call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)
         body[_OWN_CALL] = cls.__call__
         body["__module__"] = cls.__module__
         body["__doc__"] = cls.__doc__
@@ -89,8 +96,8 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         bases: tuple[type, ...] = (cls,)
         if issubclass(cls, FSDPModule):
             bases = (_UnitMethods, cls)
-        _MARKED[cls, names] = type(cls.__name__, bases, body)
-    return _MARKED[cls, names]
+        _MARKED[cls, names, may_have_twins] = type(cls.__name__, bases, body)
+    return _MARKED[cls, names, may_have_twins]
 
 
 # Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.
@@ -165,6 +172,71 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
         return engine.call(self, args, kwargs)
 
     return inline_only(call_own)
+
+
+def _traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of a block in a trace: of blocks that are alike, and called alike, one is traced (see `twin_calls`)."""
+
+    def call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        block = self.__dict__[TWIN_MARK]
+        tensors: list[Tensor] = []
+        numbers: list[int] = []
+        said = _said((args, tuple(kwargs.items())), tensors, numbers) if block else _OTHER
+        if _OTHER in said or not tensors:
+            return call(self, *args, **kwargs)
+        answer = ASK(tensors, numbers, block, said).shape
+        if answer[0]:
+            outputs = TWIN(tensors, numbers, block, answer[1])
+            return tuple([outputs[at - 1] if at else None for at in answer[2:]]) if len(answer) > 2 else outputs[0]
+        returned = call(self, *args, **kwargs)
+        outputs, results = _listed(returned)
+        if outputs:
+            END(outputs, answer[1], results)
+        return returned
+
+    return inline_only(call_block)
+
+
+_OTHER = "?"
+
+
+@inline_only
+def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
+    """A call's arguments as text, in which every tensor is alike and joins `tensors`, every int `numbers`; with
+    `_OTHER`, if there are any that text cannot tell apart, or that a block could change.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "T"
+    if value is None or value is True or value is False:
+        return str(value)
+    if type(value) is int:
+        numbers.append(value)
+        return "N"
+    if type(value) is str:
+        return f"{len(value)}'{value}'"
+    if type(value) is tuple:
+        return "(" + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
+    return _OTHER
+
+
+@inline_only
+def _listed(returned: Any) -> tuple[list[Tensor], list[int]]:
+    """The tensors that a block returned, and the results that `END` is told; no tensors: `END` cannot be told."""
+    if isinstance(returned, Tensor):
+        return [returned], []
+    outputs: list[Tensor] = []
+    results: list[int] = []
+    if type(returned) is tuple:
+        for result in returned:
+            if isinstance(result, Tensor):
+                outputs.append(result)
+                results.append(len(outputs))
+            elif result is None:
+                results.append(0)
+            else:
+                return [], []
+    return outputs, results
 
 
 # An RNN keeps its parameters in a list too, which no property would see.

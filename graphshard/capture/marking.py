@@ -14,7 +14,10 @@ from graphshard.fsdp2 import Unit
 
 
 def mark_classes(
-    engine: marked_classes.ModelRunner, units: Sequence[Unit], unit_modules: Sequence[nn.Module]
+    engine: marked_classes.ModelRunner,
+    units: Sequence[Unit],
+    unit_modules: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
 ) -> frozenset[int]:
     """Marks the modules that own sharded parameters, and those of units.
 
@@ -22,6 +25,7 @@ def mark_classes(
         engine: of the model, which is put on each module.
         units: of the model.
         unit_modules: modules that `fully_shard` was called on.
+        blocks: of them, those that may be alike.
 
     Returns:
         Ids of modules that contain units: with a region per unit, they are plain Python around them.
@@ -39,9 +43,10 @@ def mark_classes(
         if (engine := engine_of()) is not None:  # a state dict holds shards
             engine.reshard_all()
 
+    alike = {id(block) for block in blocks}
     for key, module in modules.items():
         module.__dict__[marked_classes.ENGINE] = engine
-        module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))))
+        module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))), key in alike)
         module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
     inner = {id(module) for module in unit_modules}

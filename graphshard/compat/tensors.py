@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._pytree import tree_map_only
 
 K = TypeVar("K", bound=Hashable)
+# Of a tensor: shape, strides, offset; numbers and symbolic expressions.
+Sizes: TypeAlias = tuple[tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
 
 
 def dispatch_mode_active() -> bool:
@@ -25,6 +27,47 @@ def dispatch_mode_active() -> bool:
 def fake_tensors() -> Any:
     """A mode of its own in which tensors have no data."""
     return FakeTensorMode()
+
+
+def fake_mode_of(value: Tensor) -> Any:
+    """The mode that a fake tensor is of."""
+    fake: Any = value
+    return fake.fake_mode
+
+
+def is_plain_fake(value: Tensor) -> bool:
+    """Whether it is a strided fake tensor, and no wrapper around one."""
+    return type(value) is FakeTensor and value.layout is torch.strided
+
+
+def size_key(size: int | torch.SymInt) -> Hashable:
+    """Of sizes of one trace, the same for those that are the same number or the same symbolic expression."""
+    key: Hashable = size.node.expr if isinstance(size, torch.SymInt) else size
+    return key
+
+
+def is_known(size: object) -> bool:
+    """Whether a number of a trace, or its symbolic expression, does not depend on data."""
+    symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return not symbolic or not symbolic_shapes.free_unbacked_symbols(size)
+
+
+def sizes_of(value: Tensor) -> Sizes | None:
+    """Shape, strides and offset of a strided fake tensor, as keys; None: they depend on data."""
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if not all(map(is_known, sizes)):
+        return None
+    return tuple(map(size_key, value.shape)), tuple(map(size_key, value.stride())), size_key(value.storage_offset())
+
+
+def empty_of(sizes: Sizes, dtype: torch.dtype, device: torch.device, mode: Any) -> Tensor:
+    """A fake tensor of `sizes`, in the fake mode that is active, but for its offset."""
+
+    def size_of(key: Any) -> Any:
+        return key if isinstance(key, int) else mode.shape_env.create_symintnode(key, hint=None)
+
+    shape, strides, _ = sizes
+    return torch.empty_strided([*map(size_of, shape)], [*map(size_of, strides)], dtype=dtype, device=device)
 
 
 def no_fake_mode() -> AbstractContextManager[Any]:

@@ -19,9 +19,10 @@ from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
+from graphshard.graph.twin_calls import TWINS
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
 
-OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
+OPTIONAL = frozenset([TWINS, *(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)])
 
 
 def check_environment() -> None:

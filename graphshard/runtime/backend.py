@@ -29,6 +29,7 @@ from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.traced_blocks import compile_traced_once
+from graphshard.lowering.twins import with_arguments, without_twins
 from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -90,17 +91,22 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
         runtime = runtime_of()
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
+        broken = ends_in_graph_break(gm)
+        arguments = None
+        if (expanded := without_twins(gm, inputs, runtime.twins, runtime.context.report)) is not None:
+            gm, inputs = expanded.module, expanded.inputs
+            arguments = runtime.twins.kept(expanded.arguments)
         number = runtime.context.report.regions
         runtime.context.report.regions += 1
         driver.run_captured_passes(gm, f"{runtime.context.name}.region{number}.captured")
         if name == "eager":
-            return _uncompiled(runtime, number, gm)
+            return with_arguments(_uncompiled(runtime, number, gm), arguments)
         captured = region.Region(
             runtime,
             number,
             _shard_positions(runtime, inputs),
             len(inputs),
-            ends_in_graph_break(gm),
+            broken,
             _input_grads(runtime, inputs),
             bodies,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
@@ -122,7 +128,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
                 captured.calls.watch(results)
             return results
 
-        return run
+        return with_arguments(run, arguments)
 
     return graphshard
 

@@ -16,11 +16,13 @@ from graphshard.agree.consensus import consensus_of
 from graphshard.agree.executed import executed_of
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
+from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import dispatch_mode_active, moved_tensors
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.graph import user_comms
+from graphshard.graph.twin_calls import TWINS
 from graphshard.lowering import driver
 from graphshard.planning.planning import Planning
 from graphshard.reporting.report import Report
@@ -71,22 +73,24 @@ class Engine:
         self._follower = Follower(context, self.holdings, has_contracts and not by_unit, has_contracts)
         self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
+        self._unit_modules = fsdp2.unit_modules(model)
+        blocks = candidates(self._unit_modules) if options.regions == "model" and not env.is_disabled(TWINS) else []
+        self.twins = Twins(model, blocks)
         self._runtime = ModelRuntime(
-            context, self.holdings, self._prefetch, self._follower, self.backward, self._outside
+            context, self.holdings, self._prefetch, self._follower, self.backward, self._outside, self.twins
         )
         self._rest = rest_of_contracts(self._runtime)
         self.backward.finish = self._rest.finish_backward
         self._outside.bring = self._rest.bring
         self._optimizer_event: Any = None
-        self._unit_modules = fsdp2.unit_modules(model)
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
-        self._entries = EntryPoints(model, options, make_backend(self._runtime, options.backend))
+        self._entries = EntryPoints(model, options, make_backend(self._runtime, options.backend), self.twins)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         if not self._eager.falls_back((unit.unsupported() for unit in self.units), options.strict):
-            self._entries.outer = mark_classes(self, self.units, self._unit_modules)
+            self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
             self._eager.take_hooks()
 
     def _make_context(self, planning: Planning | None) -> ModelContext:

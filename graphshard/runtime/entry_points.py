@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
+from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed
 from graphshard.compat.interpreter import with_room
 from graphshard.errors import RanksDiffer
@@ -39,6 +40,7 @@ class EntryPoints:
         model: with marked classes.
         options: how to compile it.
         backend: for Dynamo.
+        twins: blocks of the model that may be alike.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class EntryPoints:
         model: nn.Module,
         options: Options,
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+        twins: Twins,
     ) -> None:
+        self._twins = twins
         self._options = options
         self._backend = backend
         self._modules = list(model.modules())
@@ -56,10 +60,11 @@ class EntryPoints:
         self.outer: frozenset[int] = frozenset()
 
     def refresh(self) -> None:
-        """Looks which hooks there are now: they are part of what is compiled."""
-        if self._hook_keys != (keys := hook_keys(self._modules)):
+        """Looks which hooks there are now, and which blocks are alike: both are part of what is compiled."""
+        if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._kinds.clear()
+        self._twins.refresh(changed)
 
     def call(
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphshard.capture.twins import Twins
 from graphshard.following.follower import Follower
 from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
@@ -23,6 +24,7 @@ class ModelRuntime:
         follower: knows what other ranks make of its calls.
         backward: that runs.
         outside: reads of parameters outside any program.
+        twins: its blocks that are alike.
     """
 
     context: ModelContext
@@ -31,3 +33,4 @@ class ModelRuntime:
     follower: Follower
     backward: RunningBackward
     outside: OutsideReads
+    twins: Twins

@@ -26,6 +26,7 @@ from graphshard.compat.inductor import compile_region_inductor
 from graphshard.compat.tensors import fake_tensors
 from graphshard.graph.ir import Direction, ParamRef
 from graphshard.lowering import driver
+from graphshard.lowering.twins import without_twins
 from graphshard.runtime.backend import Partitioner
 from graphshard.runtime.engine import Engine
 from graphshard.runtime.entry_points import Options
@@ -164,6 +165,8 @@ class _Recorder(Engine):
             raise _Split
 
         def record(gm: GraphModule, values: Sequence[Any]) -> Any:
+            if (expanded := without_twins(gm, values, self.twins, self.context.report)) is not None:
+                gm, values = expanded.module, expanded.inputs
             driver.run_captured_passes(gm, f"{self.context.name}.captured")
             leaves = {id(shard.leaf): shard for shard in self.shards}
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})

@@ -28,6 +28,20 @@ MUTATIONS = (
         ("tests/graph/test_compat.py", "-k", "overwrites"),
     ),
     Mutation(
+        "a block that changes objects stands for its twins",
+        "graphshard/graph/twin_calls.py",
+        "if self.brought is None or Changes() != self.before or",
+        "if self.brought is None or",
+        ("tests/dist/test_twins.py", "-k", "counting or item"),
+    ),
+    Mutation(
+        "blocks that share a tensor with others are like those that share none",
+        "graphshard/capture/twins.py",
+        "{at: (state.structure, shared[at]) for",
+        "{at: (state.structure, len(shared) and 0) for",
+        ("tests/graph/test_alike.py", "tests/dist/test_twins.py", "-k", "in_common or shared"),
+    ),
+    Mutation(
         "stretches of other inputs share a body",
         "graphshard/graph/stretches.py",
         'lines = [_kind(node.meta.get("val")) for node in self.inputs]',

@@ -1,0 +1,220 @@
+"""What Python can see of a block: equal for blocks in which the same code does the same, with other tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, TWIN_MARK, shard_key
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, FunctionType, BuiltinFunctionType)
+# Keyed by hook, so that equal hooks have other keys.
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+# What every module has, and what no forward reads.
+_STANDARD = {*vars(nn.Module()), ENGINE, TWIN_MARK} - {"training"}
+_UNREAD_PREFIX = "__composable_api_state_key"
+
+
+class Place:
+    """Where a tensor of a block is found, whatever it is replaced by."""
+
+    __slots__ = ("name", "table")
+
+    def __init__(self, table: dict[str, Any], name: str) -> None:
+        self.table = table
+        self.name = name
+
+    def tensor(self) -> Tensor:
+        """What is there now: a parameter's leaf, a buffer."""
+        value = self.table[self.name]
+        found: Tensor = value[0] if type(value) is tuple else value
+        return found
+
+
+class _Same:
+    """Equal where it holds the same object."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class BlockState:
+    """What is seen of one block now.
+
+    Args:
+        block: a module, with all that is inside it.
+
+    Attributes:
+        structure: classes, names, hooks, what parameters and buffers are like, all values but scalars of attributes.
+        scalars: (attribute, value) of numbers, texts and None, in the order of the modules.
+        places: of parameters and buffers, in that order. `structure` says which of a block's own are the same tensor.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._number = {id(module): number for number, module in enumerate(block.modules())}
+        self._tensors: dict[int, int] = {}
+        self._found: list[object] = []
+        # All that was seen is in these.
+        self._modules: list[nn.Module] = []
+        self._sized: list[Collection[Any]] = []
+        self._tables: list[dict[Any, Any]] = []
+        self._readers: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []  # of each table, what counts
+        self._collections: list[Collection[Any]] = []
+        self._plain: list[Place] = []  # of tensors that graphshard does not shard
+        self.scalars: list[tuple[str, object]] = []
+        self.places: list[Place] = []
+        self._see_module(block)
+        self.structure = tuple(self._found)
+        self._noted = self._sizes(), list(self._objects()), self._plain_traits()
+
+    def is_current(self) -> bool:
+        """Whether nothing was set since. What happens inside objects that blocks share is not looked at: Dynamo guards
+        it where it matters.
+        """
+        sizes, objects, traits = self._noted
+        try:
+            same = sizes == self._sizes() and all(map(operator.is_, objects, self._objects()))
+        except KeyError:
+            return False
+        return same and traits == self._plain_traits()
+
+    def common(self, out: Container[int]) -> object:
+        """The scalars but those at `out`."""
+        return tuple((type(value), value) for at, (_, value) in enumerate(self.scalars) if at not in out)
+
+    # -- what there is
+
+    def _see_module(self, module: nn.Module) -> None:
+        self._found.append(number := self._number[id(module)])
+        if number < len(self._modules):
+            return  # it was seen
+        self._modules.append(module)
+        self._found.append(type(module))
+        table = vars(module)
+        parameters, buffers, children = table["_parameters"], table["_buffers"], table["_modules"]
+        self._sized += parameters, buffers
+        own = [name for name in table if name not in _STANDARD and not name.startswith(_UNREAD_PREFIX)]
+        self._watch(table, own)
+        self._watch(children, children)
+        self._found.append(table["_is_full_backward_hook"])
+        for name in _HOOKS:  # watched by their keys
+            self._see(tuple(table[name].values()))
+        for name in own:
+            if name.startswith(SHARD_PREFIX):
+                self._see_tensor(Place(table, name), *table[name][1:])
+            else:
+                self._see_attribute(name, table[name])
+        for tensors in (parameters, buffers):
+            for name in tensors:
+                if tensors[name] is None:
+                    self._found.append((name, None))
+                elif shard_key(name) not in table:
+                    self._plain.append(Place(tensors, name))
+                    self._see_tensor(self._plain[-1])
+        for name, child in children.items():
+            self._found.append(name)
+            if child is not None:
+                self._see_module(child)
+
+    def _see_tensor(self, place: Place, *described: object) -> None:
+        tensor = place.tensor()
+        number = self._tensors.setdefault(id(tensor), len(self._tensors))
+        self.places.append(place)
+        if isinstance(tensor, DTensor):
+            described = (*described, _Same(tensor))  # a wrapper's own tensors are not known here
+        self._found.append((place.name, number, described, _traits(tensor)))
+
+    def _see_attribute(self, name: str, value: object) -> None:
+        self._found.append(name)
+        if type(value) in _SCALARS:
+            self._found.append(type(value))
+            self.scalars.append((name, value))
+        else:
+            self._see(value)
+
+    def _see(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _SCALARS or kind in _PLAIN:
+            self._found.append((kind, value))
+        elif kind in (tuple, list):
+            self._found.append((kind, len(value)))
+            self._collections.append(value)
+            for item in value:
+                self._see(item)
+        elif kind is dict:
+            self._found.append((kind, tuple(map(_hashable, value))))
+            self._watch(value, value)
+            for item in value.values():
+                self._see(item)
+        elif kind in (set, frozenset):
+            self._found.append((kind, frozenset(map(_hashable, value))))
+            self._collections.append(value)
+        elif kind is partial:
+            self._see((value.func, value.args, value.keywords))
+        elif kind is MethodType:
+            self._found.append(value.__func__)
+            self._see(value.__self__)
+        elif isinstance(value, nn.Module):
+            self._found.append(self._number.get(id(value), _Same(value)))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+            self._found.append(kind)
+            self._see(vars(value))
+        else:
+            self._found.append(_Same(value))
+
+    # -- whether it is still there
+
+    def _watch(self, table: dict[Any, Any], keys: Iterable[Any]) -> None:
+        self._sized.append(table)
+        if keys := list(keys):
+            self._tables.append(table)
+            self._readers.append(operator.itemgetter(*keys, keys[0]))  # of one key it would not make a tuple
+
+    def _sizes(self) -> object:
+        return [*map(len, self._sized), *map(len, self._collections), *map(type, self._modules)]
+
+    def _objects(self) -> Iterator[object]:
+        read = map(operator.call, self._readers, self._tables)
+        return chain(chain.from_iterable(chain(read, self._collections)), map(Place.tensor, self._plain))
+
+    def _plain_traits(self) -> object:
+        return [_traits(place.tensor()) for place in self._plain]
+
+
+def _traits(tensor: Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _hashable(key: Any) -> object:
+    return (type(key), key) if type(key) in _SCALARS else _Same(key)
+
+
+def indices(states: Iterable[BlockState]) -> frozenset[int]:
+    """Which scalars of blocks of one structure number or name the blocks: no two have the same."""
+    columns = zip(*(state.scalars for state in states), strict=True)
+    return frozenset(
+        at
+        for at, column in enumerate(columns)
+        if all(type(value) in (int, str) for _, value in column) and len({value for _, value in column}) == len(column)
+    )

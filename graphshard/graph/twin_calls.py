@@ -1,0 +1,150 @@
+"""Operators that tell blocks apart while Dynamo traces a model: an *exemplar*, whose code it traces, and its *twins*,
+which are alike and get one node in place of a trace.
+
+Before a block is traced, its call asks (`ASK`) whether an exemplar was traced that stands for it. What the operators
+say is in the sizes of their fake values, which are constants in a trace. Nothing runs them: `lowering.twins` puts the
+exemplar's nodes in the place of each twin, and takes the rest away.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.compat.dynamo import Changes, ambient_modes, surrounding_graph
+from graphshard.compat.tensors import (
+    Sizes,
+    empty_of,
+    fake_mode_of,
+    is_known,
+    is_plain_fake,
+    size_key,
+    sizes_of,
+    version,
+)
+
+_LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("ask_twin(Tensor[] inputs, SymInt[] numbers, str block, str said) -> Tensor")
+_LIBRARY.define("end_exemplar(Tensor[] outputs, int number, int[] results) -> Tensor")
+_LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) -> Tensor[]")
+
+TWINS = "expand_twins"  # in GRAPHSHARD_DISABLE: no block has twins
+
+# Answers an empty tensor of size [0, number]: trace the block, as that exemplar (0: as none); or of size
+# [1, number, *results]: it is a twin of that exemplar.
+ASK = torch.ops.graphshard.ask_twin.default
+# Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on.
+END = torch.ops.graphshard.end_exemplar.default
+TWIN = torch.ops.graphshard.twin.default
+
+
+def group_of(mark: str) -> str:
+    """The group of a block's mark, ``group:number``: blocks of a group are alike."""
+    return mark.partition(":")[0]
+
+
+@dataclass
+class _Exemplar:
+    """A block that is traced.
+
+    Attributes:
+        brought: what its call brings, described; None: it stands for no other.
+        before: what was changed before it.
+        inputs: each tensor that it brings, and how often it was written.
+        needs_grad: whether one of them needs a gradient.
+        results: as `END` says; None: its trace has not come to its end, or it stands for no other.
+        outputs: described, and whether each needs a gradient. No tensor: it would keep the trace alive.
+    """
+
+    brought: object = None
+    before: Changes | None = None
+    inputs: Sequence[tuple[weakref.ref[Tensor], int]] = ()
+    needs_grad: bool = False
+    results: Sequence[int] | None = None
+    outputs: Sequence[tuple[Sizes, torch.dtype, torch.device, bool]] = ()
+
+    def end(self, outputs: Sequence[Tensor], results: Sequence[int]) -> None:
+        """Notes what the block returns, unless outputs of a twin's node would look otherwise."""
+        if self.brought is None or Changes() != self.before or not all(map(is_plain_fake, outputs)):
+            return
+        inputs = [(value(), written) for value, written in self.inputs]
+        if any(value is None or _written(value) != written for value, written in inputs):
+            return
+        # Python sees that a twin's outputs are neither its inputs nor each other.
+        if len({*map(id, outputs)} - {id(value) for value, _ in inputs}) < len(outputs):
+            return
+        # They need no gradient unless an input does: gradients may begin inside.
+        if any(value.requires_grad for value in outputs) and not self.needs_grad:
+            return
+        described = [_described(value) for value in outputs]
+        if None not in described:
+            self.outputs = [output for output in described if output is not None]
+            self.results = results
+
+
+# Of one trace, by its fake mode: a trace that is begun anew has another one. Number 0 is none.
+_exemplars: weakref.WeakKeyDictionary[Any, list[_Exemplar]] = weakref.WeakKeyDictionary()
+
+
+def _exemplars_beside(value: Tensor) -> list[_Exemplar]:
+    return _exemplars.setdefault(fake_mode_of(value), [_Exemplar()])
+
+
+def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said: str) -> Tensor:
+    graph, described = surrounding_graph(), [_described(value) for value in inputs]
+    sized = all(map(is_plain_fake, inputs)) and None not in described and all(map(is_known, numbers))
+    if graph is None or not sized:
+        return inputs[0].new_empty((0, 0), dtype=torch.bool)
+    exemplars = _exemplars_beside(inputs[0])
+    brought = (group_of(block), said, graph, ambient_modes(), *map(size_key, numbers), *described)
+    before = Changes()
+    for number, exemplar in enumerate(exemplars):
+        if exemplar.results is not None and exemplar.brought == brought and exemplar.before == before:
+            return inputs[0].new_empty((1, number, *exemplar.results), dtype=torch.bool)
+    seen = [(weakref.ref(value), _written(value)) for value in inputs]
+    exemplars.append(_Exemplar(brought, before, seen, any(value.requires_grad for value in inputs)))
+    return inputs[0].new_empty((0, len(exemplars) - 1), dtype=torch.bool)
+
+
+def _end_fake(outputs: Sequence[Tensor], number: int, results: Sequence[int]) -> Tensor:
+    if number:
+        _exemplars_beside(outputs[0])[number].end(outputs, results)
+    return outputs[0].new_empty(0, dtype=torch.bool)
+
+
+def _twin_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, number: int) -> list[Tensor]:
+    mode = fake_mode_of(inputs[0])
+    return [empty_of(sizes, dtype, device, mode) for sizes, dtype, device, _ in _exemplars[mode][number].outputs]
+
+
+def _described(value: Tensor) -> tuple[Sizes, torch.dtype, torch.device, bool] | None:
+    sizes = sizes_of(value)
+    return None if sizes is None else (sizes, value.dtype, value.device, value.requires_grad)
+
+
+def _written(value: Tensor) -> int:
+    return 0 if value.is_inference() else version(value)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    tensors, _, _, number = inputs
+    described = _exemplars_beside(tensors[0])[number].outputs
+    without = [value for value, (*_, needs_grad) in zip(output, described, strict=True) if not needs_grad]
+    ctx.mark_non_differentiable(*without)
+
+
+def _only_traced(*args: Any) -> Any:
+    raise AssertionError("it tells blocks apart while a model is traced; nothing runs it")
+
+
+torch.library.register_fake("graphshard::ask_twin", _ask_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::end_exemplar", _end_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::twin", _twin_fake, lib=_LIBRARY)
+torch.library.register_autograd("graphshard::twin", _only_traced, setup_context=_setup_context, lib=_LIBRARY)
+for _name in ("ask_twin", "end_exemplar", "twin"):
+    _LIBRARY.impl(_name, _only_traced, "CompositeExplicitAutograd")
