@@ -7,17 +7,19 @@ import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, TWIN_MARK, shard_key
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, FunctionType, BuiltinFunctionType)
+_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, BuiltinFunctionType)
 # Keyed by hook, so that equal hooks have other keys.
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -81,6 +83,7 @@ class BlockState:
         self._tables: list[dict[Any, Any]] = []
         self._readers: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []  # of each table, what counts
         self._collections: list[Collection[Any]] = []
+        self._cells: list[CellType] = []
         self._plain: list[Place] = []  # of tensors that graphshard does not shard
         self.scalars: list[tuple[str, object]] = []
         self.places: list[Place] = []
@@ -95,7 +98,7 @@ class BlockState:
         sizes, objects, traits = self._noted
         try:
             same = sizes == self._sizes() and all(map(operator.is_, objects, self._objects()))
-        except KeyError:
+        except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False
         return same and traits == self._plain_traits()
 
@@ -106,11 +109,14 @@ class BlockState:
     # -- what there is
 
     def _see_module(self, module: nn.Module) -> None:
-        self._found.append(number := self._number[id(module)])
-        if number < len(self._modules):
-            return  # it was seen
+        if any(module is other for other in self._modules):
+            self._found.append(self._number[id(module)])
+            return
         self._modules.append(module)
         self._found.append(type(module))
+        if isinstance(module, torch.jit.ScriptModule) or _has_slots(module):  # what is inside does not show
+            self._found.append(_Same(module))
+            return
         table = vars(module)
         parameters, buffers, children = table["_parameters"], table["_buffers"], table["_modules"]
         self._sized += parameters, buffers
@@ -155,7 +161,7 @@ class BlockState:
 
     def _see(self, value: Any) -> None:
         kind = type(value)
-        if kind in _SCALARS or kind in _PLAIN:
+        if kind in _SCALARS or kind in _PLAIN or isinstance(value, (Placement, DeviceMesh)):
             self._found.append((kind, value))
         elif kind in (tuple, list):
             self._found.append((kind, len(value)))
@@ -173,15 +179,28 @@ class BlockState:
         elif kind is partial:
             self._see((value.func, value.args, value.keywords))
         elif kind is MethodType:
-            self._found.append(value.__func__)
+            self._see(value.__func__)
             self._see(value.__self__)
+        elif kind is FunctionType and not vars(value):
+            self._found.append((value.__code__, _Same(value.__globals__)))
+            self._see((value.__defaults__, value.__kwdefaults__))
+            for cell in value.__closure__ or ():
+                self._see_cell(cell)
         elif isinstance(value, nn.Module):
             self._found.append(self._number.get(id(value), _Same(value)))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        elif _is_record(value):
             self._found.append(kind)
             self._see(vars(value))
         else:
             self._found.append(_Same(value))
+
+    def _see_cell(self, cell: CellType) -> None:
+        for number, other in enumerate(self._cells):
+            if cell is other:
+                self._found.append(number)
+                return
+        self._cells.append(cell)
+        self._see(cell.cell_contents)
 
     # -- whether it is still there
 
@@ -196,10 +215,20 @@ class BlockState:
 
     def _objects(self) -> Iterator[object]:
         read = map(operator.call, self._readers, self._tables)
-        return chain(chain.from_iterable(chain(read, self._collections)), map(Place.tensor, self._plain))
+        cells = (cell.cell_contents for cell in self._cells)
+        return chain(chain.from_iterable(chain(read, self._collections)), cells, map(Place.tensor, self._plain))
 
     def _plain_traits(self) -> object:
         return [_traits(place.tensor()) for place in self._plain]
+
+
+def _is_record(value: object) -> bool:
+    is_one = isinstance(value, ParallelStyle) or dataclasses.is_dataclass(value)
+    return is_one and not isinstance(value, type) and hasattr(value, "__dict__")
+
+
+def _has_slots(module: nn.Module) -> bool:
+    return any(vars(base).get("__slots__") for base in type(module).__mro__)
 
 
 def _traits(tensor: Tensor) -> tuple[object, ...]:

@@ -84,10 +84,7 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: b
     """The marked class of `cls` whose sharded parameters are `names`; of blocks that may be alike, if so."""
     if (cls, names, may_have_twins) not in _MARKED:
         body: dict[str, Any] = {name: _parameter_property(name) for name in names}
-        if may_have_twins:
-            body["__call__"] = _calling(_traced_once(cls.__call__))
-        else:
-            body["__call__"] = _call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)
+        body["__call__"] = _calling(_traced_once(cls.__call__) if may_have_twins else cls.__call__)
         body[_OWN_CALL] = cls.__call__
         body["__module__"] = cls.__module__
         body["__doc__"] = cls.__doc__
@@ -152,26 +149,16 @@ def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(module), _OWN_CALL)(module, *args, **kwargs)
 
 
-@inline_only
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _own_trace and is_compiling():
-        if self._compiled_call_impl is None:  # as `own_call`, with fewer functions on the way for Dynamo to trace
-            return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return own_call(self, *args, **kwargs)
-    engine: ModelRunner = self.__dict__[ENGINE]
-    return engine.call(self, args, kwargs)
-
-
 def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`__call__` of the marked class of one that has its own."""
+    """`__call__` of a marked class: `call` in a trace, else that of its engine."""
 
-    def call_own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _own_trace and is_compiling():
             return call(self, *args, **kwargs)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.call(self, args, kwargs)
 
-    return inline_only(call_own)
+    return inline_only(call_module)
 
 
 def _traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +192,7 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     """A call's arguments as text, in which every tensor is alike and joins `tensors`, every int `numbers`; with
     `_OTHER`, if there are any that text cannot tell apart, or that a block could change.
     """
-    if isinstance(value, Tensor):
+    if type(value) is Tensor or type(value) is nn.Parameter:
         tensors.append(value)
         return "T"
     if value is None or value is True or value is False:
@@ -223,13 +210,13 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 @inline_only
 def _listed(returned: Any) -> tuple[list[Tensor], list[int]]:
     """The tensors that a block returned, and the results that `END` is told; no tensors: `END` cannot be told."""
-    if isinstance(returned, Tensor):
+    if type(returned) is Tensor:
         return [returned], []
     outputs: list[Tensor] = []
     results: list[int] = []
     if type(returned) is tuple:
         for result in returned:
-            if isinstance(result, Tensor):
+            if type(result) is Tensor:
                 outputs.append(result)
                 results.append(len(outputs))
             elif result is None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import graphshard
 from graphshard.testing import Bitwise, TrainingRun, Ulps, training_test
 
 # DTensors between modules come from hooks that replace inputs; Dynamo of torch 2.11 cannot guard the replaced tuple.
@@ -141,6 +142,14 @@ def test_columns_and_rows_are_sharded_again(
     model = run.shard(seeded(lambda: Stack(dim, checkpointed, layers=2)), annotate=parallelized(local, reshard))
     check_whole_values(model, plain, AXES)
     train(run, model, dim, run.mesh["dp"].get_local_rank())
+
+
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
+def test_blocks_with_styles_of_their_own_are_traced_once(run: TrainingRun) -> None:
+    model = run.shard(seeded(lambda: Stack(8, layers=6)), annotate=parallelized(local=True))
+    train(run, model, 8, run.mesh["dp"].get_local_rank(), steps=1)
+    # Two kinds of layers; the first of all is called with what needs no gradient.
+    assert run.is_reference or graphshard.report(model).twins == 3
 
 
 @pytest.mark.row("S34")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from graphshard.capture.alike import BlockState, indices
 from graphshard.capture.marked_classes import TWIN_MARK
@@ -42,6 +43,12 @@ class Block(nn.Module):
         self.shared = SHARED
         self.make = partial(torch.zeros, 4, dtype=torch.float64)
         self.method = self.inner.forward
+        self.function = scaled(2.0)
+        self.style = ColwiseParallel()
+
+
+def scaled(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * by
 
 
 def swap_key(block: Block) -> None:
@@ -76,6 +83,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a setting": lambda block: setattr(block.config, "width", 8),
     "a setting's item": lambda block: block.config.kinds.append("c"),
     "a function": lambda block: setattr(block, "make", partial(torch.zeros, 4)),
+    "what a function holds": lambda block: setattr(block, "function", scaled(3.0)),
+    "what a function holds from now on": lambda block: setattr(block.function.__closure__[0], "cell_contents", 3.0),
+    "a style": lambda block: setattr(block, "style", ColwiseParallel(use_local_output=False)),
     "a method": lambda block: setattr(block, "method", block.inner.extra_repr),
     "forward": lambda block: setattr(block, "forward", torch.relu),
 }

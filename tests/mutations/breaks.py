@@ -86,8 +86,8 @@ MUTATIONS = (
     Mutation(
         "a class's own call is not called",
         "graphshard/capture/marked_classes.py",
-        "_call if cls.__call__ is nn.Module.__call__ else _calling(cls.__call__)",
-        "_call",
+        "if may_have_twins else cls.__call__)",
+        "if may_have_twins else nn.Module.__call__)",
         ("tests/dist/test_user_code.py", "-k", "call_of_their_own"),
     ),
     Mutation(
