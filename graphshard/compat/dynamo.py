@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource, RandomValueSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
@@ -94,120 +87,6 @@ def is_wrapper(value: Tensor) -> bool:
     """Whether a tensor stands for others, as a DTensor does."""
     found: bool = is_traceable_wrapper_subclass(value)
     return found
-
-
-def surrounding_graph() -> str | None:
-    """Where Dynamo puts nodes now: "captured", the graph that a backend gets; "checkpoint", that of a checkpoint in it;
-    None: another graph inside.
-    """
-    tracer = InstructionTranslator.current_tx().output.current_tracer
-    if tracer.parent is None:
-        return "captured"
-    of_checkpoint = tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint
-    return "checkpoint" if of_checkpoint and tracer.parent.parent is None else None
-
-
-def ambient_modes() -> tuple[Hashable, ...]:
-    """What changes operators around where Dynamo traces: gradients, inference mode, autocast, function modes."""
-    autocast = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
-    )
-    functions = InstructionTranslator.current_tx().symbolic_torch_function_state
-    return (
-        *autocast,
-        torch.is_autocast_cache_enabled(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        functions.torch_function_subclass_enabled,
-        functions.torch_function_mode_enabled,
-        *map(id, functions.mode_stack),
-    )
-
-
-class Changes:
-    """What the code that Dynamo has traced so far changes of objects that were there before, of tensors and of globals.
-    Equal as long as nothing else is.
-    """
-
-    def __init__(self) -> None:
-        effects = InstructionTranslator.current_tx().output.side_effects
-        variables: list[Any] = list(effects.id_to_variable.values())
-        # Of a list, say, it is known that it is changed, not when.
-        self._containers = any(map(_is_changed_container, variables))
-        self._hooks = len(effects.tensor_hooks)
-        stored: dict[Any, Any] = effects.store_attr_mutations
-        self._stored = {
-            (id(variable), name): weakref.ref(value)
-            for variable, values in stored.items()
-            if not isinstance(variable.mutation_type, AttributeMutationNew) or isinstance(variable, TensorVariable)
-            for name, value in values.items()
-        }
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Changes) or self._containers or other._containers or self._hooks != other._hooks:
-            return False
-        pairs = ((value(), other._stored.get(key, _nothing)()) for key, value in self._stored.items())
-        return len(self._stored) == len(other._stored) and all(a is b and a is not None for a, b in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _nothing() -> None:
-    return None
-
-
-def _is_changed_container(variable: Any) -> bool:
-    if isinstance(variable, UserDefinedObjectVariable):
-        effects = InstructionTranslator.current_tx().output.side_effects
-        changed: bool = variable.is_base_vt_modified(effects)
-        return changed
-    return isinstance(variable.mutation_type, ValueMutationExisting) and variable.mutation_type.is_modified
-
-
-def guarded_names() -> list[str]:
-    """What Dynamo has guarded so far: expressions of Python."""
-    return [_name_of(guard) for guard in TracingContext.get().guards_context.dynamo_guards]
-
-
-def reads_identities(modules: Mapping[int, Collection[str]]) -> bool:
-    """Whether the code that Dynamo has traced looks at which module is which, as by `id(self)` or `self in blocks`.
-
-    Args:
-        modules: the names that modules have where they are, by their ids.
-    """
-    variables = InstructionTranslator.current_tx().output.side_effects.id_to_variable
-    for key, names in modules.items():
-        source = getattr(variables.get(key), "source", None)
-        if source is not None and _module_name(source) not in names:
-            return True  # it was met elsewhere than where it is
-    for guard in TracingContext.get().guards_context.dynamo_guards:
-        function: Any = guard.create_fn
-        arguments: dict[str, Any] = getattr(function, "keywords", {})
-        kind = getattr(function, "func", function).__name__
-        compared: list[Any] = [guard, *arguments.values()] if kind in ("ID_MATCH", "DUPLICATE_INPUT") else []
-        if any(_module_name(named) is not None for named in compared):
-            return True
-    return False
-
-
-def _module_name(named: Any) -> str | None:
-    """Of what Dynamo reads from where modules have their children: the child's name; of what it calls, ""."""
-    name = _name_of(named)
-    found = re.search(r"(\._modules|\['_modules'\])\['([^']*)'\]$", name)
-    return found.group(2) if found else "" if name == "L['module']" else None
-
-
-def _name_of(named: Any) -> str:
-    name: Any = named.name  # a method in some versions
-    text: str = name() if callable(name) else name
-    return text
-
-
-def trace_again() -> NoReturn:
-    """In a backend: has Dynamo trace the frame again, as if it had just met it."""
-    InstructionTranslator.current_tx().speculation_log.clear()
-    raise TensorifyScalarRestartAnalysis(restart_reason="graphshard: blocks are not alike")
 
 
 def is_random(node: Node) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.compat.dynamo import Changes, ambient_modes, surrounding_graph
+from graphshard.compat.running_trace import Changes, ambient_modes, surrounding_graph
 from graphshard.compat.tensors import (
     Sizes,
     empty_of,

@@ -13,16 +13,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.capture.twins import Twins
-from graphshard.compat.dynamo import (
-    add_input,
-    checkpoint_graph,
-    copy_captured,
-    guarded_names,
-    is_random,
-    reads_identities,
-    trace_again,
-    with_graph,
-)
+from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random, with_graph
+from graphshard.compat.running_trace import guarded_names, reads_identities, trace_again
 from graphshard.compat.tensors import is_known
 from graphshard.graph.ir import is_call
 from graphshard.graph.twin_calls import ASK, END, TWIN

@@ -2,138 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import models
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from twin_models import ALIKE, CHANGES, OTHER, Stack
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
-
-
-class Block(nn.Module):
-    def __init__(self, number: int = 0) -> None:
-        super().__init__()
-        self.number = number
-        self.norm = nn.LayerNorm(models.DIM)
-        self.linear = nn.Linear(models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = torch.relu(self.linear(self.norm(x)))
-        return x + hidden
-
-
-class Stack(nn.Module):
-    """A layer, so that blocks are called with what needs a gradient, and blocks."""
-
-    def __init__(self, block: Callable[[int], nn.Module] = Block, count: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(models.DIM, models.DIM)
-        self.blocks = nn.ModuleList(block(number) for number in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = self.through(block, x)
-        return x
-
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = block(x)
-        return out
-
-
-# -- alike
-
-
-class Checkpointed(Stack):
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(block, x, use_reentrant=False)
-        return out
-
-
-class ChecksInside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return out
-
-
-class Dropout(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.2, self.training)
-
-
-class Normalized(Block):
-    """Its buffers are written in forward."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.batch = nn.BatchNorm1d(models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.batch(super().forward(x))
-        return out
-
-
-class Talkative(Block):
-    """Takes and returns what is no tensor, too."""
-
-    def forward(self, x: Tensor, rows: int, scale: Tensor | None = None, *, kind: str = "") -> Any:  # type: ignore[override]
-        y = super().forward(x).reshape(rows, -1)
-        return y if scale is None else y * scale, None, y.detach().sum() * len(kind)
-
-
-class Listening(Stack):
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        out, _, total = block(x, x.shape[0], x.detach().sigmoid(), kind="mean")
-        return out / (1 + total.abs())
-
-
-class Branching(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.cond(x.sum() > 0, lambda t: t * 0.5, lambda t: t * 0.25, (super().forward(x),))
-        return out
-
-
-class Twice(Stack):
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        return super().through(block, super().through(block, x))
-
-
-class Remembering(Stack):
-    """Changes itself: its blocks do not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = super().forward(x)
-        return self.last
-
-
-def wrapped() -> nn.Module:
-    return Stack(lambda number: checkpoint_wrapper(Block(number)))
-
-
-ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "plain": (Stack, 3),
-    "checkpointed": (Checkpointed, 3),
-    "checkpointed, and inside": (lambda: Checkpointed(ChecksInside), 3),
-    "wrapped in checkpoints": (wrapped, 3),
-    "dropout": (lambda: Stack(Dropout), 3),
-    "buffers": (lambda: Stack(Normalized), 3),
-    "numbers, texts, None": (lambda: Listening(Talkative), 3),
-    "graphs inside": (lambda: Stack(Branching), 3),
-    "used twice": (Twice, 7),
-    "a model that changes itself": (Remembering, 3),
-}
 
 
 def twins_of(model: nn.Module) -> int:
@@ -176,201 +58,11 @@ def test_sizes_may_be_symbolic(run: TrainingRun, name: str) -> None:
     assert run.is_reference or twins_of(model) == 2 * twins
 
 
-# -- not alike
-
-
-class Numbered(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.number)
-
-
-class Counting(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) / self.calls
-
-
-class Filling(Block):
-    """Changes what it is called with: a list."""
-
-    def forward(self, x: Tensor, sums: list[Tensor]) -> Tensor:  # type: ignore[override]
-        sums[0] = sums[0] + x.detach().sum()
-        return super().forward(x)
-
-
-class Filled(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x, sums = self.first(x), [torch.zeros(())]
-        for block in self.blocks:
-            x = block(x, sums)
-        return x + sums[0]
-
-
-class Writing(Block):
-    """Changes what it is called with: a tensor."""
-
-    def forward(self, x: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
-        total.add_(x.detach().sum())
-        return super().forward(x)
-
-
-class Written(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x, total = self.first(x), torch.zeros(())
-        for block in self.blocks:
-            x = block(x, total)
-        return x + total
-
-
-@dataclass
-class Settings:
-    scale: float = 1.0
-    scales: tuple[float, ...] = ()
-    all_scales: Sequence[float] = ()
-
-
-class Set(Block):
-    """Reads what the model sets before each block."""
-
-    settings: Settings
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.settings.scale * sum(self.settings.all_scales)
-
-
-class Setting(Stack):
-    def __init__(self) -> None:
-        super().__init__(Set)
-        self.settings = Settings(all_scales=[0.5, 0.25])
-        for block in self.blocks:
-            block.settings = self.settings
-
-
-class SetsAttribute(Setting):
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        self.settings.scale = 1.5 - self.settings.scale
-        return super().through(block, x)
-
-
-class SetsItem(Setting):
-    def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        self.settings.all_scales[0] = 1.5 - self.settings.all_scales[0]  # type: ignore[index]
-        return super().through(block, x)
-
-
-class Known(Block):
-    known: list[nn.Module]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (0.5 if self in self.known else 1)
-
-
-class KnowsItself(Stack):
-    def __init__(self) -> None:
-        super().__init__(Known)
-        known = [self.blocks[2]]
-        for block in self.blocks:
-            block.known = known
-
-
-class ReadAbove(Stack):
-    """One block's buffer is the model's own, too."""
-
-    def __init__(self) -> None:
-        super().__init__(Scaled)
-        self.register_buffer("scale", self.blocks[3].scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
-
-
-class Scaled(Block):
-    def __init__(self, number: int, scale: Tensor | None = None) -> None:
-        super().__init__(number)
-        self.register_buffer("scale", torch.ones(models.DIM) if scale is None else scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-OTHER: dict[str, Callable[[], nn.Module]] = {
-    "numbers of their own": lambda: Stack(Numbered),
-    "counting calls": lambda: Stack(Counting),
-    "filling a list": lambda: Filled(Filling),
-    "writing an argument": lambda: Written(Writing),
-    "an attribute set between them": SetsAttribute,
-    "an item set between them": SetsItem,
-    "a buffer read elsewhere": ReadAbove,
-    "by what they are": KnowsItself,
-}
-
-
 @pytest.mark.parametrize("name", OTHER)
 @training_test()
 def test_blocks_that_do_something_else_are_all_traced(run: TrainingRun, name: str) -> None:
     train(run, model := OTHER[name]())
     assert run.is_reference or twins_of(model) == 0
-
-
-# -- not alike any more
-
-
-class Acting(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.act, self.scale = nn.Tanh(), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(super().forward(x)) * self.scale
-        return F.dropout(out, 0.2, self.training)
-
-
-class Rotation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(models.DIM))
-
-
-class Rotating(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.rotation = Rotation()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rotation.scale * super().forward(x)
-        return out
-
-
-def share_a_scale() -> nn.Module:
-    scale = torch.ones(models.DIM)
-    return Stack(lambda number: Scaled(number, scale))
-
-
-def halved(module: nn.Module, _: object, output: Tensor) -> Tensor:
-    return output / 2
-
-
-def replace_rotation(block: Any) -> None:
-    block.rotation = copy.deepcopy(block.rotation)
-    block.rotation.scale.fill_(0.5)
-
-
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
-    "frozen": (Stack, lambda block: block.requires_grad_(False)),
-    "for evaluation": (lambda: Stack(Acting), lambda block: block.eval()),
-    "hook": (Stack, lambda block: block.register_forward_hook(halved)),
-    "attribute": (lambda: Stack(Acting), lambda block: setattr(block, "scale", 0.5)),
-    "method": (lambda: Stack(Acting), lambda block: setattr(block.act, "forward", torch.sin)),
-    "module": (lambda: Stack(Acting), lambda block: setattr(block, "act", nn.Sigmoid())),
-    "class": (lambda: Stack(Acting), lambda block: setattr(block.act, "__class__", nn.Sigmoid)),
-    "buffer": (lambda: Stack(Scaled), lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
-    "shared buffer": (share_a_scale, lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
-    "module with a buffer": (lambda: Stack(Rotating), replace_rotation),
-}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -385,9 +77,6 @@ def test_one_block_may_change(run: TrainingRun, name: str) -> None:
 
     train(run, model, 3, change_one)
     assert run.is_reference or twins_of(model) >= 3
-
-
-# -- ranks
 
 
 @training_test()
