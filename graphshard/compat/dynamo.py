@@ -126,15 +126,6 @@ def checkpoint_graph(gm: GraphModule, node: Node) -> GraphModule | None:
     return found
 
 
-def with_graph(gm: GraphModule, graph: Graph) -> GraphModule:
-    """A captured graph module like `gm`, all that Dynamo said of it included, with another graph."""
-    other = GraphModule(gm, graph)
-    for name, value in vars(gm).items():
-        vars(other).setdefault(name, value)
-    other.meta = gm.meta
-    return other
-
-
 def copy_captured(gm: GraphModule) -> Graph:
     """A copy of a captured graph that AOTAutograd takes for it."""
     graph = copy_graph(gm)

@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
 
@@ -193,6 +194,26 @@ def copy_graph(gm: GraphModule) -> Graph:
     old_output, new_output = (next(iter(g.find_nodes(op="output"))) for g in (gm.graph, graph))
     new_output.meta = dict(old_output.meta)
     return graph
+
+
+def module_of(root: Any, graph: Graph) -> GraphModule:
+    """A graph module whose Python code is written when it is first called or read, if ever.
+
+    Args:
+        root: has what `graph` reads: a module, or a dict of names.
+        graph: becomes the module's.
+    """
+    module: GraphModule = _LazyGraphModule(root, graph)
+    return module
+
+
+def module_like(gm: GraphModule, graph: Graph) -> GraphModule:
+    """`module_of` with all that is said of another module."""
+    other = module_of(gm, graph)
+    for name, value in vars(gm).items():
+        vars(other).setdefault(name, value)
+    other.meta = gm.meta
+    return other
 
 
 def log_artifact(name: str, text: str) -> None:

@@ -11,6 +11,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphshard.compat.inductor import module_like
+
 # Larger than any id that activation checkpointing gives to its regions.
 _RESHARD_REGION_ID = 10**6
 
@@ -50,9 +52,8 @@ def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Gra
     """Splits a joint graph by AOTAutograd's min-cut."""
     kwargs.pop("compiler", None)
     _return_own_meshes(joint, kwargs["num_fwd_outputs"])
-    graphs: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(
-        joint, joint_inputs, compiler="inductor", **kwargs
-    )
+    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **kwargs)
+    graphs = module_like(forward, forward.graph), module_like(backward, backward.graph)
     _erase_repeated_waits(*graphs)
     return graphs
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from graphshard.compat.groups import resolve_process_group
-from graphshard.compat.inductor import copy_graph
+from graphshard.compat.inductor import copy_graph, module_of
 from graphshard.graph.ir import ALL_GATHER, is_call, waits_of
 
 _LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def with_gather_outputs(
         for wait in waits_of(node) if compiled else ():
             with graph.inserting_after(wait):
                 graph.call_function(KEEP_UNTIL, (wait, node.args[0])).meta["val"] = None
-    return GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def _needs_output(node: Node, is_gloo: Callable[[str, str], bool]) -> bool:

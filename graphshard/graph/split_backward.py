@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
+from graphshard.compat.inductor import module_of
 from graphshard.graph.ir import output_args, output_node, reductions, unshards
 
 
@@ -77,7 +78,7 @@ def split_backward(gm: GraphModule) -> Halves:
         if node in second and node.op != "placeholder":
             copies[node] = later.node_copy(node, copies.__getitem__)
     _finish(later, tuple(copies[results[i]] for i in positions), graph)
-    return Halves(GraphModule(gm, now), GraphModule(gm, later), taken, positions)
+    return Halves(module_of(gm, now), module_of(gm, later), taken, positions)
 
 
 def _ancestors(nodes: list[Node]) -> set[Node]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from graphshard import env
-from graphshard.compat.inductor import copy_graph, log_artifact
+from graphshard.compat.inductor import copy_graph, log_artifact, module_of
 from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
 from graphshard.graph import verify
@@ -134,7 +134,7 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     if level:
         verify.check_lowered(graph)
         verify.check_reductions(graph, ctx, _synchronized(gm.graph, graph, ctx))
-    lowered = GraphModule(gm, graph)
+    lowered = module_of(gm, graph)
     for observer in _after_lowering.get():
         observer(lowered, ctx.direction)
         lowered.recompile()

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.capture.twins import Twins
-from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random, with_graph
+from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random
+from graphshard.compat.inductor import module_like
 from graphshard.compat.running_trace import guarded_names, reads_identities, trace_again
 from graphshard.compat.tensors import is_known
 from graphshard.graph.ir import is_call
@@ -179,7 +180,7 @@ class _Body:
 
 class _Expansion:
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], blocks: Twins) -> None:
-        gm = self._gm = with_graph(gm, copy_captured(gm))  # Dynamo reads the inputs of its own
+        gm = self._gm = module_like(gm, copy_captured(gm))  # Dynamo reads the inputs of its own
         self._blocks = blocks
         self._inputs = list(inputs)
         self._placeholders: list[Node] = gm.graph.find_nodes(op="placeholder")
