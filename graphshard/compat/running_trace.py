@@ -80,7 +80,8 @@ def _nothing() -> None:
 def _is_changed_container(variable: Any) -> bool:
     if isinstance(variable, UserDefinedObjectVariable):
         effects = InstructionTranslator.current_tx().output.side_effects
-        changed: bool = variable.is_base_vt_modified(effects)
+        names = ("is_base_vt_modified", "is_underlying_vt_modified")  # the latter before torch 2.12
+        changed: bool = next(getattr(variable, name) for name in names if hasattr(variable, name))(effects)
         return changed
     return isinstance(variable.mutation_type, ValueMutationExisting) and variable.mutation_type.is_modified
 
