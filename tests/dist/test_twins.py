@@ -18,6 +18,9 @@ import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 
+lists_stay = pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 calls blocks with copies of lists")
+
+
 def twins_of(model: nn.Module) -> int:
     return graphshard.report(model).twins
 
@@ -58,7 +61,9 @@ def test_sizes_may_be_symbolic(run: TrainingRun, name: str) -> None:
     assert run.is_reference or twins_of(model) == 2 * twins
 
 
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[lists_stay] if name == "filling a list" else []) for name in OTHER]
+)
 @training_test()
 def test_blocks_that_do_something_else_are_all_traced(run: TrainingRun, name: str) -> None:
     train(run, model := OTHER[name]())
