@@ -33,6 +33,18 @@ def fault_dir() -> Path:
     return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
+def traces_twins() -> bool:
+    """``GRAPHSHARD_TWINS``: 1: Dynamo traces one of blocks that are alike; 0 (default): it traces all.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    raw = os.environ.get("GRAPHSHARD_TWINS", "0")
+    if raw not in ("0", "1"):
+        raise ValueError(f"GRAPHSHARD_TWINS: got {raw!r}, want 0 or 1")
+    return raw == "1"
+
+
 def place_on_host() -> tuple[int, int]:
     """This rank's number among those of its host, and how many these are, as torchrun says; else 0 of 1."""
     try:

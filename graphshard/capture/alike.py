@@ -20,11 +20,14 @@ from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, TWIN_MARK, s
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, BuiltinFunctionType)
-# Keyed by hook, so that equal hooks have other keys.
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+# Tables of hooks, and of what is said of each by its key. Equal hooks have other keys.
+_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
+_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 # What every module has, and what no forward reads.
 _STANDARD = {*vars(nn.Module()), ENGINE, TWIN_MARK} - {"training"}
 _UNREAD_PREFIX = "__composable_api_state_key"
@@ -71,6 +74,7 @@ class BlockState:
         structure: classes, names, hooks, what parameters and buffers are like, all values but scalars of attributes.
         scalars: (attribute, value) of numbers, texts and None, in the order of the modules.
         places: of parameters and buffers, in that order. `structure` says which of a block's own are the same tensor.
+        holds_tensors: outside of its parameters and buffers, where they are not looked for. It is like no other, then.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -84,17 +88,23 @@ class BlockState:
         self._readers: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []  # of each table, what counts
         self._collections: list[Collection[Any]] = []
         self._cells: list[CellType] = []
+        self._functions: list[FunctionType] = []
+        self._objects_seen: list[object] = []
         self._plain: list[Place] = []  # of tensors that graphshard does not shard
         self.scalars: list[tuple[str, object]] = []
         self.places: list[Place] = []
+        self.holds_tensors = False
         self._see_module(block)
         self.structure = tuple(self._found)
-        self._noted = self._sizes(), list(self._objects()), self._plain_traits()
+        # It keeps no tensor alive that a block may drop.
+        self._noted = (None, [], None) if self.holds_tensors else self._now()
 
     def is_current(self) -> bool:
         """Whether nothing was set since. What happens inside objects that blocks share is not looked at: Dynamo guards
         it where it matters.
         """
+        if self.holds_tensors:
+            return True
         sizes, objects, traits = self._noted
         try:
             same = sizes == self._sizes() and all(map(operator.is_, objects, self._objects()))
@@ -119,19 +129,21 @@ class BlockState:
             return
         table = vars(module)
         parameters, buffers, children = table["_parameters"], table["_buffers"], table["_modules"]
-        self._sized += parameters, buffers
         own = [name for name in table if name not in _STANDARD and not name.startswith(_UNREAD_PREFIX)]
         self._watch(table, own)
         self._watch(children, children)
         self._found.append(table["_is_full_backward_hook"])
-        for name in _HOOKS:  # watched by their keys
-            self._see(tuple(table[name].values()))
+        for name, flags in _HOOKS.items():  # watched by their keys
+            for key, hook in table[name].items():
+                self._found.append((name, *(key in table[flag] for flag in flags)))
+                self._see(hook)
         for name in own:
             if name.startswith(SHARD_PREFIX):
                 self._see_tensor(Place(table, name), *table[name][1:])
             else:
                 self._see_attribute(name, table[name])
         for tensors in (parameters, buffers):
+            self._watch(tensors, [name for name in tensors if shard_key(name) not in table])
             for name in tensors:
                 if tensors[name] is None:
                     self._found.append((name, None))
@@ -163,7 +175,16 @@ class BlockState:
         kind = type(value)
         if kind in _SCALARS or kind in _PLAIN or isinstance(value, (Placement, DeviceMesh)):
             self._found.append((kind, value))
-        elif kind in (tuple, list):
+        elif isinstance(value, Tensor):
+            self.holds_tensors = True
+        elif any(value is other for other in self._objects_seen):
+            self._found.append(next(number for number, other in enumerate(self._objects_seen) if other is value))
+        else:
+            self._see_object(value, kind)
+
+    def _see_object(self, value: Any, kind: type) -> None:
+        self._objects_seen.append(value)
+        if kind in (tuple, list):
             self._found.append((kind, len(value)))
             self._collections.append(value)
             for item in value:
@@ -182,6 +203,7 @@ class BlockState:
             self._see(value.__func__)
             self._see(value.__self__)
         elif kind is FunctionType and not vars(value):
+            self._functions.append(value)
             self._found.append((value.__code__, _Same(value.__globals__)))
             self._see((value.__defaults__, value.__kwdefaults__))
             for cell in value.__closure__ or ():
@@ -210,13 +232,16 @@ class BlockState:
             self._tables.append(table)
             self._readers.append(operator.itemgetter(*keys, keys[0]))  # of one key it would not make a tuple
 
+    def _now(self) -> tuple[object, list[object], object]:
+        return self._sizes(), list(self._objects()), self._plain_traits()
+
     def _sizes(self) -> object:
         return [*map(len, self._sized), *map(len, self._collections), *map(type, self._modules)]
 
     def _objects(self) -> Iterator[object]:
         read = map(operator.call, self._readers, self._tables)
         cells = (cell.cell_contents for cell in self._cells)
-        return chain(chain.from_iterable(chain(read, self._collections)), cells, map(Place.tensor, self._plain))
+        return chain(chain.from_iterable(chain(read, self._collections, map(_PARTS, self._functions))), cells)
 
     def _plain_traits(self) -> object:
         return [_traits(place.tensor()) for place in self._plain]
@@ -224,11 +249,12 @@ class BlockState:
 
 def _is_record(value: object) -> bool:
     is_one = isinstance(value, ParallelStyle) or dataclasses.is_dataclass(value)
-    return is_one and not isinstance(value, type) and hasattr(value, "__dict__")
+    hidden = isinstance(value, (type, dict, list, tuple, set, frozenset, str, int, float)) or _has_slots(value)
+    return is_one and not hidden and hasattr(value, "__dict__")
 
 
-def _has_slots(module: nn.Module) -> bool:
-    return any(vars(base).get("__slots__") for base in type(module).__mro__)
+def _has_slots(value: object) -> bool:
+    return any(vars(base).get("__slots__") for base in type(value).__mro__)
 
 
 def _traits(tensor: Tensor) -> tuple[object, ...]:

@@ -194,7 +194,7 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     """
     if type(value) is Tensor or type(value) is nn.Parameter:
         tensors.append(value)
-        return "T"
+        return "T" if type(value) is Tensor else "P"
     if value is None or value is True or value is False:
         return str(value)
     if type(value) is int:

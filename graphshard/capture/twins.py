@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from graphshard.capture.alike import BlockState, Place, indices
 from graphshard.capture.marked_classes import TWIN_MARK
 
 T = TypeVar("T")
+MOST_CHANGES = 3  # of what blocks have in common, each of which has them traced again
 LEAST_TWINS = 3  # of blocks of one class: fewer are traced in no time
 
 
@@ -52,15 +53,19 @@ class Twins:
     Args:
         model: the model.
         blocks: `candidates`.
+        say: tells why no blocks are alike.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], say: Callable[[str], None]) -> None:
+        self._say = say
         self._model = model
         self._blocks = blocks
         self._states: list[BlockState] = []
         self._read: set[str] = set()  # attributes that blocks read, though each has another value
         self._left_out: set[str] = set()
         self._refused = False
+        self._changes = 0
+        self._respects: dict[object, int] = {}
         self._kept: list[object] = []
         for block in blocks:
             vars(block)[TWIN_MARK] = ""
@@ -78,18 +83,35 @@ class Twins:
                 state if state.is_current() else BlockState(block)
                 for block, state in zip(self._blocks, self._states, strict=True)
             ]
+        before = self._marks()
         self._mark()
+        if any(before) and before != self._marks():
+            self._changes += 1
+            if self._changes > MOST_CHANGES:
+                self.refuse("they change too often")
+
+    def _marks(self) -> list[str]:
+        return [vars(block)[TWIN_MARK] for block in self._blocks]
 
     def _mark(self) -> None:
         states, shared = self._states, _shared([state.places for state in self._states])
         self._left_out = set()
-        for members in _equal({at: (state.structure, shared[at]) for at, state in enumerate(states)}):
+        opaque = {at for at, state in enumerate(states) if state.holds_tensors}
+        for at in opaque:
+            vars(self._blocks[at])[TWIN_MARK] = ""
+        seen = {at: (state.structure, shared[at]) for at, state in enumerate(states) if at not in opaque}
+        for members in _equal(seen):
             names = [name for name, _ in states[members[0]].scalars]
             out = {at for at in indices(states[at] for at in members) if names[at] not in self._read}
             self._left_out |= {names[at] for at in out}
+            # In which respects they are alike: a trace is right for these only.
+            places = tuple(place.name for place in states[members[0]].places)
+            respects = (tuple(sorted(out)), tuple(sorted(names[at] for at in out)), shared[members[0]], places)
+            number = self._respects.setdefault(respects, len(self._respects))
             for group in _equal({at: states[at].common(out) for at in members}):
                 for member in group:
-                    vars(self._blocks[member])[TWIN_MARK] = f"{group[0]}:{member}" if len(group) > 1 else ""
+                    mark = f"{group[0]}.{number}:{member}" if len(group) > 1 else ""
+                    vars(self._blocks[member])[TWIN_MARK] = mark
 
     def tensors(self, mark: str) -> list[Tensor]:
         """Leaves of parameters and buffers of a marked block now, in the same order for all that are alike."""
@@ -124,9 +146,10 @@ class Twins:
             self._mark()
         return bool(read)
 
-    def refuse(self) -> None:
+    def refuse(self, why: str) -> None:
         """From now on no blocks are alike."""
         self._refused = True
+        self._say(f"blocks are captured one by one: {why}")
         for block in self._blocks:
             vars(block)[TWIN_MARK] = ""
 

@@ -11,7 +11,9 @@ import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import NewGlobalVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import TracingContext
 
@@ -47,30 +49,43 @@ def ambient_modes() -> tuple[Hashable, ...]:
 
 class Changes:
     """What the code that Dynamo has traced so far changes of objects that were there before, of tensors and of globals.
-    Equal as long as nothing else is.
+    Equal as long as nothing else is; to nothing, once it cannot be told.
+
+    Attributes:
+        tensors: ids of the fake values of tensors that such objects hold now.
     """
 
     def __init__(self) -> None:
         effects = InstructionTranslator.current_tx().output.side_effects
         variables: list[Any] = list(effects.id_to_variable.values())
-        # Of a list, say, it is known that it is changed, not when.
-        self._containers = any(map(_is_changed_container, variables))
+        # Of a list, say, it is known that it is changed, not when. What is made in the trace is reached from these.
+        self._unknown = any(map(_is_changed_container, variables))
         self._hooks = len(effects.tensor_hooks)
+        self._stored: dict[tuple[int, str], weakref.ref[Any]] = {}
+        self.tensors: set[int] = set()
         stored: dict[Any, Any] = effects.store_attr_mutations
-        self._stored = {
-            (id(variable), name): weakref.ref(value)
-            for variable, values in stored.items()
-            if not isinstance(variable.mutation_type, AttributeMutationNew) or isinstance(variable, TensorVariable)
-            for name, value in values.items()
-        }
+        for variable, values in stored.items():
+            there = not isinstance(variable.mutation_type, AttributeMutationNew)
+            if there or isinstance(variable, (TensorVariable, NewGlobalVariable)):
+                for name, value in values.items():
+                    self._stored[id(variable), name] = weakref.ref(value)
+                    self._unknown |= not isinstance(value, (ConstantVariable, TensorVariable, SymNodeVariable))
+                    if isinstance(value, TensorVariable):
+                        self.tensors.add(id(value.as_proxy().node.meta.get("example_value")))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Changes) or self._containers or other._containers or self._hooks != other._hooks:
+        if not isinstance(other, Changes) or self._unknown or other._unknown or self._hooks != other._hooks:
             return False
         pairs = ((value(), other._stored.get(key, _nothing)()) for key, value in self._stored.items())
         return len(self._stored) == len(other._stored) and all(a is b and a is not None for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def graph_inputs() -> dict[int, int]:
+    """Numbers of the inputs that the captured graph has by now, by the ids of their fake values."""
+    placeholders = InstructionTranslator.current_tx().output.root_tracer.graph.find_nodes(op="placeholder")
+    return {id(node.meta.get("example_value")): number for number, node in enumerate(placeholders)}
 
 
 def _nothing() -> None:

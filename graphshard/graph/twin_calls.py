@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.compat.running_trace import Changes, ambient_modes, surrounding_graph
+from graphshard.compat.running_trace import Changes, ambient_modes, graph_inputs, surrounding_graph
 from graphshard.compat.tensors import (
     Sizes,
     empty_of,
@@ -32,8 +32,6 @@ _LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[
 _LIBRARY.define("ask_twin(Tensor[] inputs, SymInt[] numbers, str block, str said) -> Tensor")
 _LIBRARY.define("end_exemplar(Tensor[] outputs, int number, int[] results) -> Tensor")
 _LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) -> Tensor[]")
-
-TWINS = "expand_twins"  # in GRAPHSHARD_DISABLE: no block has twins
 
 # Answers an empty tensor of size [0, number]: trace the block, as that exemplar (0: as none); or of size
 # [1, number, *results]: it is a twin of that exemplar.
@@ -96,9 +94,8 @@ def _exemplars_beside(value: Tensor) -> list[_Exemplar]:
 
 
 def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said: str) -> Tensor:
-    graph, described = surrounding_graph(), [_described(value) for value in inputs]
-    sized = all(map(is_plain_fake, inputs)) and None not in described and all(map(is_known, numbers))
-    if graph is None or not sized:
+    graph, described = surrounding_graph(), _described_call(inputs)
+    if graph is None or described is None or not all(map(is_known, numbers)):
         return inputs[0].new_empty((0, 0), dtype=torch.bool)
     exemplars = _exemplars_beside(inputs[0])
     brought = (group_of(block), said, graph, ambient_modes(), *map(size_key, numbers), *described)
@@ -106,6 +103,8 @@ def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said
     for number, exemplar in enumerate(exemplars):
         if exemplar.results is not None and exemplar.brought == brought and exemplar.before == before:
             return inputs[0].new_empty((1, number, *exemplar.results), dtype=torch.bool)
+    if not before.tensors.isdisjoint(map(id, inputs)):
+        return inputs[0].new_empty((0, 0), dtype=torch.bool)  # what it is called with, it may read elsewhere too
     seen = [(weakref.ref(value), _written(value)) for value in inputs]
     exemplars.append(_Exemplar(brought, before, seen, any(value.requires_grad for value in inputs)))
     return inputs[0].new_empty((0, len(exemplars) - 1), dtype=torch.bool)
@@ -120,6 +119,17 @@ def _end_fake(outputs: Sequence[Tensor], number: int, results: Sequence[int]) ->
 def _twin_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, number: int) -> list[Tensor]:
     mode = fake_mode_of(inputs[0])
     return [empty_of(sizes, dtype, device, mode) for sizes, dtype, device, _ in _exemplars[mode][number].outputs]
+
+
+def _described_call(inputs: Sequence[Tensor]) -> list[object] | None:
+    """Each input described, whether it is one before it, and which input of the graph it is."""
+    if not all(map(is_plain_fake, inputs)):
+        return None
+    described = [_described(value) for value in inputs]
+    first = {id(value): number for number, value in reversed(list(enumerate(inputs)))}
+    given = graph_inputs()
+    found = [(one, first[id(v)], given.get(id(v)), v.is_leaf) for one, v in zip(described, inputs, strict=True)]
+    return None if None in described else list(found)
 
 
 def _described(value: Tensor) -> tuple[Sizes, torch.dtype, torch.device, bool] | None:

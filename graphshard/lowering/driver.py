@@ -19,10 +19,9 @@ from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
-from graphshard.graph.twin_calls import TWINS
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
 
-OPTIONAL = frozenset([TWINS, *(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)])
+OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
 
 
 def check_environment() -> None:
@@ -88,8 +87,8 @@ def collapse(graph: Graph, edit: object, title: str) -> None:
 
 
 def expand(gm: GraphModule, title: str) -> None:
-    """Runs `EXPAND` on a graph for inference, in place."""
-    _run(gm.graph, (EXPAND,), PassContext("inference"), title)
+    """Runs `EXPAND` on a graph for inference, in place: as on a joint one, its parameters are not known yet."""
+    _run(gm.graph, (EXPAND,), PassContext("joint"), title)
     gm.recompile()
 
 

@@ -38,6 +38,11 @@ class Arguments:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         both = [*args, *self._twins.tensors_at(self._places)]
+        if len(set(map(id, both))) < len(both):  # Dynamo guards it, but for what twins have
+            raise RuntimeError(
+                "a tensor of a block is in another place of the model now, too, since the model was compiled. "
+                "GRAPHSHARD_TWINS=0 has every block traced"
+            )
         return [both[at] for at in self._order]
 
 
@@ -76,7 +81,9 @@ def with_arguments(run: Callable[..., Any], arguments: Callable[[], Arguments | 
     return run_with
 
 
-def without_twins(gm: GraphModule, inputs: Sequence[Any], twins: Twins, report: Report) -> Expanded | None:
+def without_twins(
+    gm: GraphModule, inputs: Sequence[Any], twins: Twins, report: Report, broken: bool = False
+) -> Expanded | None:
     """A captured graph without calls of twins and all that blocks asked. Where the trace of an exemplar cannot stand
     for its twins, Dynamo traces once more.
 
@@ -84,11 +91,15 @@ def without_twins(gm: GraphModule, inputs: Sequence[Any], twins: Twins, report: 
         gm: the graph; where nothing is returned, it has none, by now.
         inputs: its example inputs.
         twins: blocks of its model.
-        report: says how many twins there were, or why none.
+        report: says how many twins there were.
+        broken: whether the graph ends where Dynamo could not go on.
     """
     expanded = None
     try:
-        if any(is_call(node, TWIN) for scope in _scopes(gm) for node in scope.graph.nodes):
+        said = {node.target for scope in _scopes(gm) for node in scope.graph.nodes}
+        if broken and ASK in said and TWIN not in said:  # what is traced behind would differ for each block
+            raise _NotAlike("graph breaks between them")
+        if TWIN in said:
             if reads_identities(twins.names()):
                 raise _NotAlike("code looks at which of them is which, as by id(self)")
             if twins.learn_read(guarded_names()):
@@ -97,8 +108,7 @@ def without_twins(gm: GraphModule, inputs: Sequence[Any], twins: Twins, report: 
             report.twins += expanded.twins
     except _NotAlike as why:
         if str(why):
-            twins.refuse()
-            report.note_once(f"blocks are captured one by one: {why}")
+            twins.refuse(str(why))
         trace_again()
     _drop_questions(gm if expanded is None else expanded.module)
     return expanded
@@ -225,6 +235,8 @@ class _Expansion:
         copies: dict[Node, Node] = dict(zip(body.inputs, _brought(twin), strict=True))
         pairs = enumerate(zip(self._blocks.tensors(body.mark), self._blocks.tensors(str(mark)), strict=True))
         own = {self._input_of.get(id(theirs)): (theirs, mine, (str(mark), place)) for place, (theirs, mine) in pairs}
+        if not own.keys().isdisjoint(map(body.scope.captured, body.inputs)):
+            raise _NotAlike("a block is called with what it has")
 
         def copy_of(node: Node) -> Node:
             if node not in copies:
@@ -261,6 +273,9 @@ class _Expansion:
 def _body(scope: _Scope, nodes: Sequence[Node]) -> _Body:
     ask, *inner, end = nodes
     inputs = _brought(ask)
+    outputs: Any = end.args[0]
+    if not set(outputs) <= set(inner):
+        raise _NotAlike("a block returns what it has not made")
     inside = {*inner, *inputs}
     for node in inner:
         if not is_known(node.meta.get("example_value")):
@@ -268,7 +283,6 @@ def _body(scope: _Scope, nodes: Sequence[Node]) -> _Body:
         for read in map(scope.captured, (read for read in node.all_input_nodes if read not in inside)):
             if read.op != "placeholder" or is_random(read):
                 raise _NotAlike("a block reads what no argument of its call brings")
-    outputs: Any = end.args[0]
     return _Body(scope, str(ask.args[2]), inputs, inner, outputs)
 
 

@@ -93,7 +93,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             raise AssertionError("a graph was captured for a model that was deleted")
         broken = ends_in_graph_break(gm)
         arguments = None
-        if (expanded := without_twins(gm, inputs, runtime.twins, runtime.context.report)) is not None:
+        if (expanded := without_twins(gm, inputs, runtime.twins, runtime.context.report, broken)) is not None:
             gm, inputs = expanded.module, expanded.inputs
             arguments = runtime.twins.kept(expanded.arguments)
         number = runtime.context.report.regions

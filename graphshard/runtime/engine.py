@@ -22,7 +22,6 @@ from graphshard.compat.tensors import dispatch_mode_active, moved_tensors
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.graph import user_comms
-from graphshard.graph.twin_calls import TWINS
 from graphshard.lowering import driver
 from graphshard.planning.planning import Planning
 from graphshard.reporting.report import Report
@@ -74,8 +73,8 @@ class Engine:
         self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
         self._unit_modules = fsdp2.unit_modules(model)
-        blocks = candidates(self._unit_modules) if options.regions == "model" and not env.is_disabled(TWINS) else []
-        self.twins = Twins(model, blocks)
+        blocks = candidates(self._unit_modules) if options.regions == "model" and env.traces_twins() else []
+        self.twins = Twins(model, blocks, context.report.note_once)
         self._runtime = ModelRuntime(
             context, self.holdings, self._prefetch, self._follower, self.backward, self._outside, self.twins
         )

@@ -89,6 +89,14 @@ def test_outlined_blocks_accumulate(run: TrainingRun) -> None:
             optimizer.zero_grad()
 
 
+@training_test(train=False)
+def test_equal_blocks_run_without_gradients(run: TrainingRun) -> None:
+    model = run.shard(Stack(4), units=[Block])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            run.note("output", model(*models.features(0, run.rank)))
+
+
 def traced_once_by_rank_0() -> AbstractContextManager[Any]:
     """Other ranks trace equal blocks one by one."""
     if torch.distributed.get_rank() == 0:

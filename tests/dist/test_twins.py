@@ -32,7 +32,8 @@ def train(
     change: Callable[[nn.Module, int], None] = lambda *_: None,
     inputs: Callable[[int, int], tuple[Tensor]] = models.features,
 ) -> None:
-    run.shard(model, units=[type(model.blocks[0])])  # type: ignore[index]
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
+        run.shard(model, units=[type(model.blocks[0])])  # type: ignore[index]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loss_of(model: nn.Module, run: TrainingRun, step: int) -> Tensor:
@@ -94,15 +95,12 @@ def test_blocks_that_are_alike_on_one_rank_only(run: TrainingRun) -> None:
     assert run.is_reference or twins_of(model) == (3 if run.rank == 0 else 0)
 
 
-def disabled_on_one_rank() -> tuple[int, list[str]]:
-    disabled = {"GRAPHSHARD_DISABLE": "expand_twins"} if torch.distributed.get_rank() else {}
-    with mock.patch.dict(os.environ, disabled):
+def twins_on_one_rank() -> int:
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": str(torch.distributed.get_rank())}):
         model: Any = graphshard.compile(Stack(), init_device_mesh("cpu", (2,)), backend="aot_eager")
         model(*models.features(0, 0)).sum().backward()
-    return twins_of(model), graphshard.report(model).fallbacks
+    return twins_of(model)
 
 
-def test_twins_can_be_disabled(two_ranks: WorkerPool) -> None:
-    (twins, said), (none, said_disabled) = two_ranks.run(disabled_on_one_rank)
-    assert (twins, said, none) == (3, [], 0)
-    assert said_disabled == ["pass expand_twins is left out, as GRAPHSHARD_DISABLE says"]
+def test_twins_are_there_where_they_are_asked_for(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(twins_on_one_rank) == [0, 3]

@@ -111,6 +111,21 @@ class Remembering(Stack):
         return self.last
 
 
+class Mixing(Block):
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + 0.5 * first.detach()
+
+
+class Reusing(Stack):
+    """Its first block gets one tensor twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
 def wrapped() -> nn.Module:
     return Stack(lambda number: checkpoint_wrapper(Block(number)))
 
@@ -126,6 +141,7 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "graphs inside": (lambda: Stack(Branching), 3),
     "used twice": (Twice, 7),
     "a model that changes itself": (Remembering, 3),
+    "one tensor for two at first": (lambda: Reusing(Mixing), 2),
 }
 
 
@@ -203,6 +219,26 @@ class Setting(Stack):
             block.settings = self.settings
 
 
+class Adding(Set):
+    """Adds to a list that the model has just made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settings.all_scales.append(0.25)  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+class Renewing(Stack):
+    def __init__(self) -> None:
+        super().__init__(Adding)
+        self.settings = Settings()
+        for block in self.blocks:
+            block.settings = self.settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settings.all_scales = []
+        return super().forward(x) * len(self.settings.all_scales)
+
+
 class SetsAttribute(Setting):
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
         self.settings.scale = 1.5 - self.settings.scale
@@ -257,6 +293,7 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "writing an argument": lambda: Written(Writing),
     "an attribute set between them": SetsAttribute,
     "an item set between them": SetsItem,
+    "filling a list that is new": Renewing,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
 }
@@ -273,6 +310,16 @@ class Acting(Block):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.act(super().forward(x)) * self.scale
         return F.dropout(out, 0.2, self.training)
+
+
+class Shifted(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("shift", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out if self.shift is None else out + self.shift
 
 
 class Rotation(nn.Module):
@@ -316,4 +363,5 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "buffer": (lambda: Stack(Scaled), lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
     "shared buffer": (share_a_scale, lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
     "module with a buffer": (lambda: Stack(Rotating), replace_rotation),
+    "buffer where none was": (lambda: Stack(Shifted), lambda block: setattr(block, "shift", torch.ones(models.DIM))),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +18,7 @@ from graphshard.capture.alike import BlockState, indices
 from graphshard.capture.marked_classes import TWIN_MARK
 from graphshard.capture.twins import Twins, candidates
 
-SHARED = object()
+SHARED, SCALE = object(), torch.ones(4)
 
 
 @dataclass
@@ -45,6 +47,9 @@ class Block(nn.Module):
         self.method = self.inner.forward
         self.function = scaled(2.0)
         self.style = ColwiseParallel()
+        self.register_buffer("nothing", None)
+        self.itself: list[object] = []
+        self.itself.append(self.itself)
 
 
 def scaled(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -70,6 +75,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a parameter more": lambda block: setattr(block.inner, "bias", nn.Parameter(torch.zeros(4))),
     "a buffer's dtype": lambda block: setattr(block.inner, "scale", torch.ones(4, dtype=torch.int64)),
     "no buffer": lambda block: setattr(block.inner, "scale", None),
+    "a buffer where none was": lambda block: setattr(block, "nothing", torch.ones(4)),
+    "a default": lambda block: setattr(block.function, "__defaults__", (3.0,)),
     "a tied buffer": lambda block: block.register_buffer("scale", block.inner.scale),
     "a module more": lambda block: block.inner.add_module("more", nn.Identity()),
     "another module": lambda block: setattr(block, "inner", nn.Identity()),
@@ -141,12 +148,13 @@ def test_attributes_that_number_blocks_are_found(values: list[Any], found: bool)
 
 
 def marks(blocks: list[Any]) -> list[str]:
-    return [vars(block)[TWIN_MARK] for block in blocks]
+    """Without in which respects they are alike."""
+    return [re.sub(r"\.\d+", "", vars(block)[TWIN_MARK]) for block in blocks]
 
 
 def test_marks_follow_what_blocks_have_in_common() -> None:
     blocks: list[Any] = [Block(number) for number in range(4)]
-    twins = Twins(nn.ModuleList(blocks), blocks)
+    twins = Twins(nn.ModuleList(blocks), blocks, str)
     assert marks(blocks) == [""] * 4
     twins.refresh(False)
     assert marks(blocks) == ["0:0", "0:1", "0:2", "0:3"]
@@ -165,9 +173,52 @@ def test_marks_follow_what_blocks_have_in_common() -> None:
     assert marks(blocks) == ["0:0", "", "0:2", ""]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block, number: setattr(block, "number", 7),
+        lambda block, number: setattr(block.inner, "scale", SCALE),
+        lambda block, number: block.register_buffer("unread", torch.ones(4)),
+    ],
+    ids=["numbers are equal", "a buffer is shared", "a buffer more"],
+)
+def test_marks_say_in_which_respects_blocks_are_alike(change: Callable[[Any, int], object]) -> None:
+    blocks: list[Any] = [Block(number) for number in range(3)]
+    twins = Twins(nn.ModuleList(blocks), blocks, str)
+    twins.refresh(False)
+    before = [vars(block)[TWIN_MARK] for block in blocks]
+    for number, block in enumerate(blocks):
+        change(block, number)
+    twins.refresh(False)
+    assert marks(blocks) == ["0:0", "0:1", "0:2"]
+    assert before != [vars(block)[TWIN_MARK] for block in blocks]
+
+
+def test_blocks_that_change_often_are_no_longer_alike() -> None:
+    said: list[str] = []
+    blocks: list[Any] = [Block() for _ in range(3)]
+    twins = Twins(nn.ModuleList(blocks), blocks, said.append)
+    for count in range(6):
+        blocks[1].rate = 0.5 + count % 2
+        twins.refresh(False)
+    assert marks(blocks) == [""] * 3
+    assert said == ["blocks are captured one by one: they change too often"]
+
+
+def test_block_that_holds_a_tensor_is_like_no_other_and_keeps_it_not_alive() -> None:
+    blocks: list[Any] = [Block() for _ in range(4)]
+    blocks[1].kept = torch.zeros(4)
+    twins = Twins(nn.ModuleList(blocks), blocks, str)
+    twins.refresh(False)
+    assert marks(blocks) == ["0:0", "", "0:2", "0:3"]
+    kept = weakref.ref(blocks[1].kept)
+    blocks[1].kept = None
+    assert kept() is None
+
+
 def test_blocks_whose_numbers_are_read_are_not_alike() -> None:
     blocks: list[Any] = [Block(number) for number in range(3)]
-    twins = Twins(nn.ModuleList(blocks), blocks)
+    twins = Twins(nn.ModuleList(blocks), blocks, str)
     twins.refresh(False)
     assert not twins.learn_read(["self.blocks[0].rate", "self.numbers"])
     assert marks(blocks) == ["0:0", "0:1", "0:2"]
@@ -180,14 +231,14 @@ def test_blocks_whose_numbers_are_read_are_not_alike() -> None:
 
 def test_tensors_of_a_block_are_those_it_has_now() -> None:
     blocks: list[Any] = [Block() for _ in range(3)]
-    twins = Twins(nn.ModuleList(blocks), blocks)
+    twins = Twins(nn.ModuleList(blocks), blocks, str)
     twins.refresh(False)
     blocks[1].inner = Inner()
     blocks[1].method = blocks[1].inner.forward
     twins.refresh(False)
     assert marks(blocks) == ["0:0", "0:1", "0:2"]
-    assert [*map(id, twins.tensors("0:1"))] == [id(blocks[1].inner.weight), id(blocks[1].inner.scale)]
-    assert twins.tensors_at([("0:1", 1)])[0] is blocks[1].inner.scale
+    assert [*map(id, twins.tensors("0.0:1"))] == [id(blocks[1].inner.weight), id(blocks[1].inner.scale)]
+    assert twins.tensors_at([("0.0:1", 1)])[0] is blocks[1].inner.scale
 
 
 def test_candidates_are_the_outermost_blocks_of_one_class() -> None:
