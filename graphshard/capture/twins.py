@@ -1,9 +1,9 @@
 """Which blocks of a model are alike, so that Dynamo need not trace the code of each: see `graph.twin_calls`.
 
-Blocks that are alike bear marks ``group:number``, which their calls read while they are traced (`marked_classes`).
-Dynamo guards marks, and what the exemplar's code reads. So a trace is right for twins as long as they are like their
-exemplar, which is looked at before each call: where a block is like others than before, marks change, and the model is
-traced again.
+Blocks that are alike bear marks ``group.respects:number``, which their calls read while they are traced
+(`marked_classes`). Dynamo guards marks, and what the exemplar's code reads. So a trace is right for twins as long as
+they are like their exemplar, in the same respects, which is looked at before each call: where that changes, marks do,
+and the model is traced again.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ class Twins:
         model: the model.
         blocks: `candidates`.
         say: tells why no blocks are alike.
+
+    Attributes:
+        blocks: none where nobody asked for twins.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], say: Callable[[str], None]) -> None:
         self._say = say
         self._model = model
-        self._blocks = blocks
+        self.blocks = blocks
         self._states: list[BlockState] = []
         self._read: set[str] = set()  # attributes that blocks read, though each has another value
         self._left_out: set[str] = set()
@@ -72,16 +75,16 @@ class Twins:
 
     def refresh(self, hooks_changed: bool) -> None:
         """Looks whether blocks have changed, and marks those that are alike."""
-        if self._refused or not self._blocks:
+        if self._refused or not self.blocks:
             return
         if hooks_changed or not self._states:
-            self._states = [BlockState(block) for block in self._blocks]
+            self._states = [BlockState(block) for block in self.blocks]
         elif all(state.is_current() for state in self._states):
             return
         else:
             self._states = [
                 state if state.is_current() else BlockState(block)
-                for block, state in zip(self._blocks, self._states, strict=True)
+                for block, state in zip(self.blocks, self._states, strict=True)
             ]
         before = self._marks()
         self._mark()
@@ -91,14 +94,14 @@ class Twins:
                 self.refuse("they change too often")
 
     def _marks(self) -> list[str]:
-        return [vars(block)[TWIN_MARK] for block in self._blocks]
+        return [vars(block)[TWIN_MARK] for block in self.blocks]
 
     def _mark(self) -> None:
         states, shared = self._states, _shared([state.places for state in self._states])
         self._left_out = set()
         opaque = {at for at, state in enumerate(states) if state.holds_tensors}
         for at in opaque:
-            vars(self._blocks[at])[TWIN_MARK] = ""
+            vars(self.blocks[at])[TWIN_MARK] = ""
         seen = {at: (state.structure, shared[at]) for at, state in enumerate(states) if at not in opaque}
         for members in _equal(seen):
             names = [name for name, _ in states[members[0]].scalars]
@@ -111,7 +114,7 @@ class Twins:
             for group in _equal({at: states[at].common(out) for at in members}):
                 for member in group:
                     mark = f"{group[0]}.{number}:{member}" if len(group) > 1 else ""
-                    vars(self._blocks[member])[TWIN_MARK] = mark
+                    vars(self.blocks[member])[TWIN_MARK] = mark
 
     def tensors(self, mark: str) -> list[Tensor]:
         """Leaves of parameters and buffers of a marked block now, in the same order for all that are alike."""
@@ -126,7 +129,7 @@ class Twins:
 
     def names(self) -> dict[int, set[str]]:
         """The names that blocks, and modules in them, have where they are, by their ids."""
-        names: dict[int, set[str]] = {id(module): set() for block in self._blocks for module in block.modules()}
+        names: dict[int, set[str]] = {id(module): set() for block in self.blocks for module in block.modules()}
         for parent in self._model.modules():
             for name, child in vars(parent)["_modules"].items():
                 if id(child) in names:
@@ -150,7 +153,7 @@ class Twins:
         """From now on no blocks are alike."""
         self._refused = True
         self._say(f"blocks are captured one by one: {why}")
-        for block in self._blocks:
+        for block in self.blocks:
             vars(block)[TWIN_MARK] = ""
 
     def kept(self, value: T) -> weakref.ref[T]:

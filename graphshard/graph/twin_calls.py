@@ -42,7 +42,7 @@ TWIN = torch.ops.graphshard.twin.default
 
 
 def group_of(mark: str) -> str:
-    """The group of a block's mark, ``group:number``: blocks of a group are alike."""
+    """What is in front of the number in a block's mark (`capture.twins`): the same for blocks that are alike."""
     return mark.partition(":")[0]
 
 

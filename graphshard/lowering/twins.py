@@ -94,6 +94,8 @@ def without_twins(
         report: says how many twins there were.
         broken: whether the graph ends where Dynamo could not go on.
     """
+    if not twins.blocks:
+        return None
     expanded = None
     try:
         said = {node.target for scope in _scopes(gm) for node in scope.graph.nodes}
