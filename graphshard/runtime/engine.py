@@ -73,7 +73,10 @@ class Engine:
         self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
         self._unit_modules = fsdp2.unit_modules(model)
-        blocks = candidates(self._unit_modules) if options.regions == "model" and env.traces_twins() else []
+        blocks = candidates(self._unit_modules) if env.traces_twins() else []
+        if blocks and by_unit:
+            blocks = []
+            context.report.say_once("GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region")
         self.twins = Twins(model, blocks, context.report.note_once)
         self._runtime = ModelRuntime(
             context, self.holdings, self._prefetch, self._follower, self.backward, self._outside, self.twins

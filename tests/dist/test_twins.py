@@ -18,7 +18,9 @@ import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 
-lists_stay = pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 calls blocks with copies of lists")
+lists_stay = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 calls blocks with copies of lists"
+)
 
 
 def twins_of(model: nn.Module) -> int:
@@ -104,3 +106,15 @@ def twins_on_one_rank() -> int:
 
 def test_twins_are_there_where_they_are_asked_for(two_ranks: WorkerPool) -> None:
     assert two_ranks.run(twins_on_one_rank) == [0, 3]
+
+
+def twins_with_regions_of_units() -> tuple[int, list[str]]:
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
+        model: Any = graphshard.compile(Stack(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
+    model(*models.features(0, 0)).sum().backward()
+    return twins_of(model), graphshard.report(model).fallbacks
+
+
+def test_regions_of_units_say_that_they_have_no_twins(two_ranks: WorkerPool) -> None:
+    said = "GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region"
+    assert two_ranks.run(twins_with_regions_of_units) == [(0, [said])] * 2
