@@ -2,7 +2,7 @@
 
 from graphshard.api import compile, eager, report, save_plan, weight_backward
 from graphshard.capture.units import find_units
-from graphshard.errors import CommunicationFailed, RanksDiffer, UnsupportedModel, VerifyError
+from graphshard.errors import CommunicationFailed, ModelDeleted, RanksDiffer, UnsupportedModel, VerifyError
 from graphshard.explaining import explain, measure
 from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.planner import BudgetTooSmall
@@ -11,6 +11,7 @@ from graphshard.version import __version__ as __version__
 __all__ = [
     "BudgetTooSmall",
     "CommunicationFailed",
+    "ModelDeleted",
     "Plan",
     "PlanMismatch",
     "RanksDiffer",

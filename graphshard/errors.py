@@ -19,6 +19,13 @@ class VerifyError(RuntimeError):
         self.invariant = invariant
 
 
+class ModelDeleted(RuntimeError):
+    """A compiled model was deleted while programs of it were still to run, as a backward's are."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where}: the compiled model was deleted; keep it until its last backward has run")
+
+
 class RanksDiffer(RuntimeError):
     """Ranks that take part in the same collectives do not run the same programs; the message names what differs."""
 

@@ -1,4 +1,4 @@
-"""The cost model, asked once for each operation of a traced graph."""
+"""The cost model, asked once for a traced graph."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class KnownCosts(CostModel):
 
     def __init__(self, hardware: Hardware, graph: Graph) -> None:
         super().__init__(hardware)
-        self._known = {node.name: super(KnownCosts, self).compute_us(node) for node in graph.nodes}
+        self._known = {node.name: us for node, us in super().graph_us(graph).items()}
 
-    def compute_us(self, node: Node) -> float:
-        """Microseconds of one aten node; one that was not traced is asked for by itself."""
-        known = self._known.get(node.meta.get(COPY_OF, node.name))
-        return super().compute_us(node) if known is None else known
+    def graph_us(self, graph: Graph) -> dict[Node, float]:
+        """Microseconds of each node of a graph; of one that was not traced, as it stands there."""
+        found = super().graph_us(graph)
+        return {node: self._known.get(node.meta.get(COPY_OF, node.name), us) for node, us in found.items()}

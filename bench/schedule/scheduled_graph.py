@@ -124,7 +124,7 @@ class _Positions:
     """Positions in a problem of places between the operations of a graph."""
 
     def __init__(self, graph: Graph, marked: Graph, problem: Problem, cost: CostModel) -> None:
-        starts, computed = set(problem.ops), {node.name for node in marked.nodes if cost.compute_us(node)}
+        starts, computed = set(problem.ops), {node.name for node, us in cost.graph_us(marked).items() if us}
         nodes = list(graph.nodes)
         self._place = {node: i for i, node in enumerate(nodes)}
         self._starts = [i for i, node in enumerate(nodes) if node.name in starts]

@@ -160,13 +160,13 @@ def _copied(graph: Graph) -> Graph:
 
 def _estimates(graph: Graph, cost: CostModel, shape: GroupShape) -> Callable[[Node, int | None], float]:
     """What the pass asks for the milliseconds of a node; those that it adds itself are copies, by their bytes."""
-    known = {node.name: cost.compute_us(node) for node in graph.nodes}
+    known = {node.name: us for node, us in cost.graph_us(graph).items()}
 
     def estimate(node: Node, num_bytes: int | None) -> float:
         kind = kind_of(node)
         if kind is None:
             us = known.get(node.name)
-            return (cost.compute_us(node) if us is None else us) / 1e3
+            return (cost.alone_us(node) if us is None else us) / 1e3
         full = val(node) if kind == "all_gather" else val(node.args[0])
         return cost.collective_us(kind, num_bytes or full.nbytes, shape) / 1e3
 

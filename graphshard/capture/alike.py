@@ -78,26 +78,14 @@ class BlockState:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._number = {id(module): number for number, module in enumerate(block.modules())}
-        self._tensors: dict[int, int] = {}
-        self._found: list[object] = []
-        # All that was seen is in these.
-        self._modules: list[nn.Module] = []
-        self._sized: list[Collection[Any]] = []
-        self._tables: list[dict[Any, Any]] = []
-        self._readers: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []  # of each table, what counts
-        self._collections: list[Collection[Any]] = []
-        self._cells: list[CellType] = []
-        self._functions: list[FunctionType] = []
-        self._objects_seen: list[object] = []
-        self._plain: list[Place] = []  # of tensors that graphshard does not shard
-        self.scalars: list[tuple[str, object]] = []
-        self.places: list[Place] = []
-        self.holds_tensors = False
-        self._see_module(block)
-        self.structure = tuple(self._found)
+        walk = _Walk(block)
+        self.structure = tuple(walk.found)
+        self.scalars = walk.scalars
+        self.places = walk.places
+        self.holds_tensors = walk.holds_tensors
+        self._watched = walk.watched
         # It keeps no tensor alive that a block may drop.
-        self._noted = (None, [], None) if self.holds_tensors else self._now()
+        self._noted = (None, [], None) if self.holds_tensors else self._watched.now()
 
     def is_current(self) -> bool:
         """Whether nothing was set since. What happens inside objects that blocks share is not looked at: Dynamo guards
@@ -107,35 +95,93 @@ class BlockState:
             return True
         sizes, objects, traits = self._noted
         try:
-            same = sizes == self._sizes() and all(map(operator.is_, objects, self._objects()))
+            same = sizes == self._watched.sizes() and all(map(operator.is_, objects, self._watched.objects()))
         except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False
-        return same and traits == self._plain_traits()
+        return same and traits == self._watched.traits()
 
     def common(self, out: Container[int]) -> object:
         """The scalars but those at `out`."""
         return tuple((type(value), value) for at, (_, value) in enumerate(self.scalars) if at not in out)
 
-    # -- what there is
+
+@dataclasses.dataclass
+class _Watched:
+    """What a walk has read, to be read again.
+
+    Attributes:
+        modules: whose classes count.
+        sized: containers whose lengths count.
+        tables: with what of each counts (`readers`).
+        collections: each item of which counts.
+        cells: of closures.
+        functions: whose code and defaults count.
+        plain: tensors that graphshard does not shard.
+    """
+
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    sized: list[Collection[Any]] = dataclasses.field(default_factory=list)
+    tables: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
+    readers: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = dataclasses.field(default_factory=list)
+    collections: list[Collection[Any]] = dataclasses.field(default_factory=list)
+    cells: list[CellType] = dataclasses.field(default_factory=list)
+    functions: list[FunctionType] = dataclasses.field(default_factory=list)
+    plain: list[Place] = dataclasses.field(default_factory=list)
+
+    def watch(self, table: dict[Any, Any], keys: Iterable[Any]) -> None:
+        """From now on what a table has at `keys` counts, and how much it has."""
+        self.sized.append(table)
+        if keys := list(keys):
+            self.tables.append(table)
+            self.readers.append(operator.itemgetter(*keys, keys[0]))  # of one key it would not make a tuple
+
+    def now(self) -> tuple[object, list[object], object]:
+        return self.sizes(), list(self.objects()), self.traits()
+
+    def sizes(self) -> object:
+        return [*map(len, self.sized), *map(len, self.collections), *map(type, self.modules)]
+
+    def objects(self) -> Iterator[object]:
+        read = map(operator.call, self.readers, self.tables)
+        cells = (cell.cell_contents for cell in self.cells)
+        return chain(chain.from_iterable(chain(read, self.collections, map(_PARTS, self.functions))), cells)
+
+    def traits(self) -> object:
+        return [_traits(place.tensor()) for place in self.plain]
+
+
+class _Walk:
+    """A walk over all that Python sees of a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._number = {id(module): number for number, module in enumerate(block.modules())}
+        self._tensors: dict[int, int] = {}
+        self._objects: list[object] = []
+        self.found: list[object] = []
+        self.scalars: list[tuple[str, object]] = []
+        self.places: list[Place] = []
+        self.holds_tensors = False
+        self.watched = _Watched()
+        self._see_module(block)
 
     def _see_module(self, module: nn.Module) -> None:
-        if any(module is other for other in self._modules):
-            self._found.append(self._number[id(module)])
+        if any(module is other for other in self.watched.modules):
+            self.found.append(self._number[id(module)])
             return
-        self._modules.append(module)
-        self._found.append(type(module))
+        self.watched.modules.append(module)
+        self.found.append(type(module))
         if isinstance(module, torch.jit.ScriptModule) or _has_slots(module):  # what is inside does not show
-            self._found.append(_Same(module))
+            self.found.append(_Same(module))
             return
         table = vars(module)
         parameters, buffers, children = table["_parameters"], table["_buffers"], table["_modules"]
         own = [name for name in table if name not in _STANDARD and not name.startswith(_UNREAD_PREFIX)]
-        self._watch(table, own)
-        self._watch(children, children)
-        self._found.append(table["_is_full_backward_hook"])
+        self.watched.watch(table, own)
+        self.watched.watch(children, children)
+        self.found.append(table["_is_full_backward_hook"])
         for name, flags in _HOOKS.items():  # watched by their keys
             for key, hook in table[name].items():
-                self._found.append((name, *(key in table[flag] for flag in flags)))
+                self.found.append((name, *(key in table[flag] for flag in flags)))
                 self._see(hook)
         for name in own:
             if name.startswith(SHARD_PREFIX):
@@ -143,15 +189,15 @@ class BlockState:
             else:
                 self._see_attribute(name, table[name])
         for tensors in (parameters, buffers):
-            self._watch(tensors, [name for name in tensors if shard_key(name) not in table])
+            self.watched.watch(tensors, [name for name in tensors if shard_key(name) not in table])
             for name in tensors:
                 if tensors[name] is None:
-                    self._found.append((name, None))
+                    self.found.append((name, None))
                 elif shard_key(name) not in table:
-                    self._plain.append(Place(tensors, name))
-                    self._see_tensor(self._plain[-1])
+                    self.watched.plain.append(Place(tensors, name))
+                    self._see_tensor(self.watched.plain[-1])
         for name, child in children.items():
-            self._found.append(name)
+            self.found.append(name)
             if child is not None:
                 self._see_module(child)
 
@@ -161,12 +207,12 @@ class BlockState:
         self.places.append(place)
         if isinstance(tensor, DTensor):
             described = (*described, _Same(tensor))  # a wrapper's own tensors are not known here
-        self._found.append((place.name, number, described, _traits(tensor)))
+        self.found.append((place.name, number, described, _traits(tensor)))
 
     def _see_attribute(self, name: str, value: object) -> None:
-        self._found.append(name)
+        self.found.append(name)
         if type(value) in _SCALARS:
-            self._found.append(type(value))
+            self.found.append(type(value))
             self.scalars.append((name, value))
         else:
             self._see(value)
@@ -174,77 +220,55 @@ class BlockState:
     def _see(self, value: Any) -> None:
         kind = type(value)
         if kind in _SCALARS or kind in _PLAIN or isinstance(value, (Placement, DeviceMesh)):
-            self._found.append((kind, value))
+            self.found.append((kind, value))
         elif isinstance(value, Tensor):
             self.holds_tensors = True
-        elif any(value is other for other in self._objects_seen):
-            self._found.append(next(number for number, other in enumerate(self._objects_seen) if other is value))
+        elif any(value is other for other in self._objects):
+            self.found.append(next(number for number, other in enumerate(self._objects) if other is value))
         else:
             self._see_object(value, kind)
 
     def _see_object(self, value: Any, kind: type) -> None:
-        self._objects_seen.append(value)
+        self._objects.append(value)
         if kind in (tuple, list):
-            self._found.append((kind, len(value)))
-            self._collections.append(value)
+            self.found.append((kind, len(value)))
+            self.watched.collections.append(value)
             for item in value:
                 self._see(item)
         elif kind is dict:
-            self._found.append((kind, tuple(map(_hashable, value))))
-            self._watch(value, value)
+            self.found.append((kind, tuple(map(_hashable, value))))
+            self.watched.watch(value, value)
             for item in value.values():
                 self._see(item)
         elif kind in (set, frozenset):
-            self._found.append((kind, frozenset(map(_hashable, value))))
-            self._collections.append(value)
+            self.found.append((kind, frozenset(map(_hashable, value))))
+            self.watched.collections.append(value)
         elif kind is partial:
             self._see((value.func, value.args, value.keywords))
         elif kind is MethodType:
             self._see(value.__func__)
             self._see(value.__self__)
         elif kind is FunctionType and not vars(value):
-            self._functions.append(value)
-            self._found.append((value.__code__, _Same(value.__globals__)))
+            self.watched.functions.append(value)
+            self.found.append((value.__code__, _Same(value.__globals__)))
             self._see((value.__defaults__, value.__kwdefaults__))
             for cell in value.__closure__ or ():
                 self._see_cell(cell)
         elif isinstance(value, nn.Module):
-            self._found.append(self._number.get(id(value), _Same(value)))
+            self.found.append(self._number.get(id(value), _Same(value)))
         elif _is_record(value):
-            self._found.append(kind)
+            self.found.append(kind)
             self._see(vars(value))
         else:
-            self._found.append(_Same(value))
+            self.found.append(_Same(value))
 
     def _see_cell(self, cell: CellType) -> None:
-        for number, other in enumerate(self._cells):
+        for number, other in enumerate(self.watched.cells):
             if cell is other:
-                self._found.append(number)
+                self.found.append(number)
                 return
-        self._cells.append(cell)
+        self.watched.cells.append(cell)
         self._see(cell.cell_contents)
-
-    # -- whether it is still there
-
-    def _watch(self, table: dict[Any, Any], keys: Iterable[Any]) -> None:
-        self._sized.append(table)
-        if keys := list(keys):
-            self._tables.append(table)
-            self._readers.append(operator.itemgetter(*keys, keys[0]))  # of one key it would not make a tuple
-
-    def _now(self) -> tuple[object, list[object], object]:
-        return self._sizes(), list(self._objects()), self._plain_traits()
-
-    def _sizes(self) -> object:
-        return [*map(len, self._sized), *map(len, self._collections), *map(type, self._modules)]
-
-    def _objects(self) -> Iterator[object]:
-        read = map(operator.call, self._readers, self._tables)
-        cells = (cell.cell_contents for cell in self._cells)
-        return chain(chain.from_iterable(chain(read, self._collections, map(_PARTS, self._functions))), cells)
-
-    def _plain_traits(self) -> object:
-        return [_traits(place.tensor()) for place in self._plain]
 
 
 def _is_record(value: object) -> bool:

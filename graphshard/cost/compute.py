@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.rates import Hardware
@@ -34,37 +34,42 @@ _CALLED = frozenset(
 _MAX_FUSED = 64
 
 
-def node_us(hardware: Hardware, node: Node, *, fused: bool) -> float:
-    """Microseconds of one node; 0.0 for placeholders, views, markers, collectives and waits.
+def graph_us(hardware: Hardware, graph: Graph, *, fused: bool) -> dict[Node, float]:
+    """Microseconds of each node; 0.0 of placeholders, views, markers, collectives and waits.
 
     Sizes are those that symbolic ones had when they were traced.
 
     Args:
         hardware: that it runs on.
-        node: with its fake value in ``meta["val"]``, as its inputs.
+        graph: whose nodes have their fake values in ``meta["val"]``.
         fused: whether Inductor compiles the graph.
     """
+    kernels = _Kernels(graph) if fused else None
+    return {node: _node_us(hardware, node, kernels) for node in graph.nodes}
+
+
+def alone_us(hardware: Hardware, node: Node) -> float:
+    """Microseconds of one node that shares its kernel with no other."""
+    return _node_us(hardware, node, None)
+
+
+def _node_us(hardware: Hardware, node: Node, kernels: _Kernels | None) -> float:
     if is_free(node):
         return 0.0
     if formula := _formula(node):
         rate = _rate(hardware, node) * (hardware.attention_share if "attention" in str(node.target) else 1.0)
         flops_us = _flops(node, formula) / (rate * 1e6)
         return max(flops_us, _bytes_us(hardware, _all_bytes(node)), hardware.kernel_us)
-    if not fused or not is_fusible(node):
+    if kernels is None or node not in kernels:
         return max(_bytes_us(hardware, _all_bytes(node)), hardware.kernel_us)
-    launches = not any(_is_internal(node, user) for user in _users(node))
-    return max(_bytes_us(hardware, _fused_bytes(node)), hardware.kernel_us if launches else 0.0)
+    launch_us = 0.0 if kernels.goes_on(node) else hardware.kernel_us
+    return max(_bytes_us(hardware, kernels.outer_bytes(node)), launch_us)
 
 
 def node_flops(node: Node) -> int:
     """Floating-point operations of a matmul, a convolution or attention; 0 of any other node."""
     formula = None if is_free(node) else _formula(node)
     return _flops(node, formula) if formula else 0
-
-
-def is_fusible(node: Node) -> bool:
-    """Whether Inductor generates code for `node`, so that it can share a kernel with its neighbours."""
-    return _is_generated(node.target) and not is_free(node)
 
 
 @lru_cache(maxsize=4096)
@@ -145,50 +150,68 @@ def _all_bytes(node: Node) -> int:
     return read + sum(num_bytes(tensor) for tensor in tensors(node.meta.get("val")))
 
 
-def _fused_bytes(node: Node) -> int:
-    """Bytes that pass between `node` and what is not in its kernel."""
-    before = list(_in_front(node))
-    there = {*before, *(_producer(source) for earlier in before for source in earlier.all_input_nodes)}
-    read = sum(read_bytes(node, source) for source in node.all_input_nodes if _producer(source) not in there)
-    value = node.meta.get("val")
-    written = 0
-    results = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
-    for index, result in results:
-        if is_mutation(node) or any(not _is_internal(node, user) for user in _users(node, index)):
-            written += sum(num_bytes(tensor) for tensor in tensors(result))
-    return read + written
+class _Kernels:
+    """The kernels that Inductor generates: what it generates code for, as long as it calls nothing from a library
+    between.
 
+    Args:
+        graph: whose nodes `node in kernels` asks about.
+    """
 
-def _producer(node: Node) -> Node:
-    """The node that wrote the memory of `node`."""
-    while is_view(node) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    def __init__(self, graph: Graph) -> None:
+        self._place: dict[Node, int] = {}
+        self._first: dict[Node, int] = {}  # place of the first that can be in one kernel with it
+        self._read: dict[Node, int] = {}  # bytes that no node in front of it in its kernel has read or written
+        self._views = {node for node in graph.nodes if is_view(node)}
+        producers: dict[Node, Node] = {}  # which wrote the memory of a node
+        readers: dict[Node, int] = {}  # place of the last that read what a node wrote
+        first = place = 0
+        for node in graph.nodes:
+            source = node.args[0] if node in self._views and node.args else None
+            producers[node] = producers[source] if isinstance(source, Node) else node
+            if is_free(node):
+                continue
+            if not _is_generated(node.target):
+                first = place
+                continue
+            begin = self._first[node] = max(first, place - _MAX_FUSED)
+            self._place[node] = place
+            read = [(source, producers[source]) for source in node.all_input_nodes]
+            self._read[node] = sum(
+                read_bytes(node, source)
+                for source, producer in read
+                if max(self._place.get(producer, -1), readers.get(producer, -1)) < begin
+            )
+            readers |= {producer: place for _, producer in read}
+            place += 1
 
+    def __contains__(self, node: Node) -> bool:
+        return node in self._place
 
-def _users(node: Node, index: int | None = None) -> Iterator[Node]:
-    """What reads the memory of `node`, through views; with `index`, what reads one of its results."""
-    for user in node.users:
-        if index is not None and user.op == "call_function" and len(user.args) == 2 and user.args[1] != index:
-            continue
-        if is_view(user):
-            yield from _users(user)
-        else:
-            yield user
+    def goes_on(self, node: Node) -> bool:
+        """Whether the kernel of `node` has one behind it that reads its result."""
+        return any(self._shares(node, user) for user in self._users(node))
 
+    def outer_bytes(self, node: Node) -> int:
+        """Bytes that pass between `node` and what is not in its kernel."""
+        value = node.meta.get("val")
+        written = 0
+        results = list(enumerate(value)) if isinstance(value, (list, tuple)) else [(None, value)]
+        for index, result in results:
+            if is_mutation(node) or any(not self._shares(node, user) for user in self._users(node, index)):
+                written += sum(num_bytes(tensor) for tensor in tensors(result))
+        return self._read[node] + written
 
-def _is_internal(earlier: Node, later: Node) -> bool:
-    """Whether both are in one kernel: nothing that Inductor calls from a library lies between them."""
-    return is_fusible(later) and any(node is earlier for node in _in_front(later))
+    def _shares(self, earlier: Node, later: Node) -> bool:
+        """Whether both are in one kernel."""
+        return later in self._place and self._first[later] <= self._place[earlier] < self._place[later]
 
-
-def _in_front(node: Node) -> Iterator[Node]:
-    """What is in one kernel with `node`, in front of it, from the last to the first."""
-    before, seen = node.prev, 0
-    while seen < _MAX_FUSED and before.op != "root":
-        if not is_free(before):
-            if not is_fusible(before):
-                return
-            seen += 1
-            yield before
-        before = before.prev
+    def _users(self, node: Node, index: int | None = None) -> Iterator[Node]:
+        """What reads the memory of `node`, through views; with `index`, what reads one of its results."""
+        for user in node.users:
+            if index is not None and user.op == "call_function" and len(user.args) == 2 and user.args[1] != index:
+                continue
+            if user in self._views:
+                yield from self._users(user)
+            else:
+                yield user

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphshard.cost.collectives import collective_alpha_beta, collective_rates, collective_us
-from graphshard.cost.compute import node_us
+from graphshard.cost.compute import alone_us, graph_us
 from graphshard.cost.hardware_file import hardware_fields
 from graphshard.cost.rates import CollectiveKind, Hardware
 from graphshard.cost.topology import GroupShape
@@ -43,9 +43,13 @@ class CostModel:
         """A short hash of all that shapes these numbers."""
         return self._fingerprint
 
-    def compute_us(self, node: Node) -> float:
-        """Microseconds of one aten node."""
-        return node_us(self.hardware, node, fused=self.fused)
+    def graph_us(self, graph: Graph) -> dict[Node, float]:
+        """Microseconds of each node of a graph of aten operators."""
+        return graph_us(self.hardware, graph, fused=self.fused)
+
+    def alone_us(self, node: Node) -> float:
+        """Microseconds of one aten node that shares its kernel with no other."""
+        return alone_us(self.hardware, node)
 
     def copy_us(self, num_bytes: int, kernels: int = 1) -> float:
         """Microseconds of casts, copy-ins and copy-outs.

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphshard.errors import ModelDeleted
+
 
 class UserComms(Protocol):
     """What a unit's users may have supplied."""
@@ -38,7 +40,7 @@ def register(key: str, unit: UserComms) -> None:
 def _unit(key: str) -> UserComms:
     unit: UserComms | None = _units.get(key)
     if unit is None:
-        raise RuntimeError(f"{key}: its model was deleted; keep it until its last backward has run")
+        raise ModelDeleted(key)
     return unit
 
 

@@ -17,6 +17,7 @@ from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured,
 from graphshard.compat.inductor import module_like
 from graphshard.compat.running_trace import guarded_names, reads_identities, trace_again
 from graphshard.compat.tensors import is_known
+from graphshard.errors import ModelDeleted
 from graphshard.graph.ir import is_call
 from graphshard.graph.twin_calls import ASK, END, TWIN
 from graphshard.reporting.report import Report
@@ -75,7 +76,7 @@ def with_arguments(run: Callable[..., Any], arguments: Callable[[], Arguments | 
 
     def run_with(*args: Any) -> Any:
         if (made := arguments()) is None:
-            raise RuntimeError("the compiled model was deleted; keep it until its last backward has run")
+            raise ModelDeleted("forward")
         return run(*made(args))
 
     return run_with

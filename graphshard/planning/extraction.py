@@ -15,7 +15,7 @@ from graphshard.planning.communication_costs import CommunicationCosts
 from graphshard.planning.gather_tasks import gather_tasks
 from graphshard.planning.joined_ops import JoinedOps, join_ops
 from graphshard.planning.own_collectives import own_collectives
-from graphshard.planning.planned_markers import PlannedMarkers, planned_markers
+from graphshard.planning.planned_markers import planned_markers
 from graphshard.planning.program_memory import ProgramMemory
 from graphshard.planning.reduction_tasks import reduction_tasks
 
@@ -56,7 +56,10 @@ def extract_problem(
     gathers = gather_tasks(place, markers, ctx, costs, memory)
     reductions = reduction_tasks(place, markers, ctx, costs, memory)
     own = own_collectives(place, costs)
-    times = [_node_us(node, markers, scene.cost) for node in nodes]
+    computed = scene.cost.graph_us(graph)
+    moved = set(markers.gathers.values())
+    at_rest = {node for node in nodes if is_call(node, UNSHARD) and node not in moved}
+    times = [_cast_us(node, scene.cost) if node in at_rest else computed[node] for node in nodes]
     begins, wanted = _begins(gathers, own), _wanted(gathers, reductions)
     ops = join_ops(nodes, times, memory.computation_bytes(), begins, wanted, cuts, exact)
     at, behind = ops.position, ops.behind
@@ -78,11 +81,9 @@ def extract_problem(
     )
 
 
-def _node_us(node: Node, markers: PlannedMarkers, cost: CostModel) -> float:
-    """Of a gather that moves nothing, the cast is left."""
-    if is_call(node, UNSHARD) and node not in markers.gathers.values():
-        return cost.copy_us(val(node).nbytes * 2, 1) if val(node).dtype != val(node.args[0]).dtype else 0.0
-    return cost.compute_us(node)
+def _cast_us(gather: Node, cost: CostModel) -> float:
+    """What is left of a gather that moves nothing."""
+    return cost.copy_us(val(gather).nbytes * 2, 1) if val(gather).dtype != val(gather.args[0]).dtype else 0.0
 
 
 def _begins(gathers: Sequence[GatherTask], own: Sequence[OwnCollective]) -> set[int]:

@@ -25,6 +25,7 @@ from graphshard.compat.inductor import (
 )
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
+from graphshard.errors import ModelDeleted
 from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -156,7 +157,7 @@ def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable
     def gather(leaf: Tensor, spec: str) -> Tensor:
         runtime = runtime_of()
         if runtime is None:
-            raise RuntimeError("the compiled model was deleted; keep it until its last backward has run")
+            raise ModelDeleted("a gather")
         return runtime.outside.read_in_graph(leaf, forward, backward)
 
     for graph_module in gm.modules():

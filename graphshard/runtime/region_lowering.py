@@ -17,7 +17,7 @@ from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.results import hide_results
-from graphshard.errors import UnsupportedModel, VerifyError
+from graphshard.errors import ModelDeleted, UnsupportedModel, VerifyError
 from graphshard.faults import compiling
 from graphshard.following.follower import KEPT
 from graphshard.graph.gather_outputs import with_gather_outputs
@@ -96,10 +96,10 @@ class RegionLowering:
         """The parts that run the model.
 
         Raises:
-            RuntimeError: if the model was deleted while a backward was still to come.
+            ModelDeleted: a backward was still to come.
         """
         if (runtime := self._runtime()) is None:
-            raise RuntimeError("backward: the compiled model was deleted; keep it until its last backward has run")
+            raise ModelDeleted("backward")
         return runtime
 
     def binding(self, graph: MarkedGraph) -> Binding:

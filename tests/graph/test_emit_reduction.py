@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from graphshard.errors import ModelDeleted
 from graphshard.fsdp2.settings import UnitSettings
 from graphshard.graph import user_comms, verify
 from graphshard.graph.ir import ALL_REDUCE, REDUCE_SCATTER, WAIT, Member, aten, collective, launches, output_args, val
@@ -194,7 +195,7 @@ def test_reduction_that_stays_partial_calls_no_hook() -> None:
 
 def test_operator_of_a_deleted_model_says_so() -> None:
     user_comms.register("gone", Doubling())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"^gone: its model was deleted"):
+    with pytest.raises(ModelDeleted, match=r"^gone: the compiled model was deleted"):
         ALL_REDUCE_HOOK(torch.ones(2), "gone")
 
 
