@@ -23,7 +23,7 @@ __all__ = [
     "collective_alpha_beta",
     "collective_us",
     "find_hardware",
-    "group_shape",
     "graph_us",
+    "group_shape",
     "node_flops",
 ]
