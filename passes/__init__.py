@@ -1,7 +1,8 @@
 """THE PAGE: every pass of graphshard, in the order in which they run.
 
-    Dynamo -> CAPTURED, COLLAPSE -> AOTAutograd -> JOINT -> partitioner -> forward, backward -> PROGRAM -> Inductor, or
-                                                   EXPAND               -> inference         -> PROGRAM    as it is
+    Dynamo -> CAPTURED, COLLAPSE -> AOTAutograd -> JOINT -> partitioner -> EXPAND, of forward -> PROGRAM -> Inductor, or
+                                                                           and of backward                 as it is
+                                                                        -> EXPAND, of inference -> PROGRAM
 
 A pass is a name and two functions: `decide(graph, ctx)` reads the graph and returns a frozen edit (falsy: nothing to
 do), `apply(graph, edit)` does what the edit says. The driver copies the graph of a program (the others change in
@@ -28,6 +29,7 @@ from graphshard.passes import (
     order_launches,
     outline_blocks,
     share_reads,
+    split_blocks,
     tag_reshard,
 )
 
@@ -59,7 +61,7 @@ COLLAPSE = Pass("collapse_blocks", collapse_blocks.decide, collapse_blocks.apply
 EXPAND = Pass("expand_blocks", expand_blocks.decide, expand_blocks.apply)
 
 JOINT = (
-    EXPAND,
+    Pass("split_blocks", split_blocks.decide, split_blocks.apply),
     Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
     Pass("tag_reshard", tag_reshard.decide, tag_reshard.apply),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.compat.inductor import module_like
@@ -26,26 +25,6 @@ def tag_reshard(node: Node) -> None:
 def tag_saved(node: Node) -> None:
     """Forbids the partitioner to compute a node again; what backward needs of it is saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def is_backward(node: Node) -> bool:
-    """Whether AOTAutograd traced a node while backward ran."""
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def move_checkpoints(nodes: Iterable[Node], call: int) -> None:
-    """Makes the checkpoint regions of `nodes` others than those of the same nodes for another call."""
-    for node in nodes:
-        if (region := node.meta.get("ac_graph_id")) is not None:
-            node.meta["ac_graph_id"] = (call, region)
-
-
-def number_checkpoints(graph: Graph) -> None:
-    """Numbers checkpoint regions in graph order: what one computes for a later one is saved."""
-    numbers: dict[object, int] = {}
-    for node in graph.nodes:
-        if (region := node.meta.get("ac_graph_id")) is not None:
-            node.meta["ac_graph_id"] = numbers.setdefault(region, len(numbers))
 
 
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:

@@ -1,13 +1,13 @@
-"""Operators that stand for a block of a model while the rest of it is traced: the block is traced once by itself, and
-its nodes take the place of each call behind the trace.
+"""Operators that stand for a block of a model while the rest of it is traced and parted into forward and backward: the
+block is traced and parted once by itself, and its nodes take the place of each call behind that.
 
 A call is known by a name, ``body#number``. Its values are what the trace of the body found (`register`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphshard.graph.ir import output_args
+
 _LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("block(Tensor[] inputs, str call) -> Tensor[]")
+_LIBRARY.define("block_saving(Tensor[] inputs, str call) -> Tensor[]")
 _LIBRARY.define("block_backward(Tensor[] grads, str call) -> Tensor[]")
 _LIBRARY.define("pass_on(Tensor value) -> Tensor")
 
 BLOCK = torch.ops.graphshard.block.default
+# Returns what backward reads, too.
+BLOCK_SAVING = torch.ops.graphshard.block_saving.default
 BLOCK_BACKWARD = torch.ops.graphshard.block_backward.default
 PASS_ON = torch.ops.graphshard.pass_on.default
 
@@ -29,25 +34,29 @@ class OtherGradients(Exception):
     """Backward brings a block other gradients than its body was traced with."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Body:
     """What all calls of equal blocks stand for.
 
     Attributes:
-        gm: takes inputs, then gradients of outputs; returns outputs, then gradients of inputs (None: there is none).
-            Where no gradient is asked for, it takes inputs and returns outputs.
+        forward: takes inputs; returns outputs, then what backward reads and is neither input nor output.
         outputs: fake values.
+        backward: takes what is saved, then gradients of outputs; returns gradients of inputs (None: there is none).
+            None: no gradient is asked for.
+        saved: for each value that backward reads, its place among the inputs and results of forward.
         taken: (number of an output, fake value of its gradient).
         grads: fake values of the gradients of its inputs.
     """
 
-    gm: GraphModule
+    forward: GraphModule
     outputs: tuple[Tensor, ...]
-    taken: tuple[tuple[int, Tensor], ...]
-    grads: tuple[Tensor | None, ...]
+    backward: GraphModule | None = None
+    saved: tuple[int, ...] = ()
+    taken: tuple[tuple[int, Tensor], ...] = ()
+    grads: tuple[Tensor | None, ...] = ()
 
 
-_bodies: dict[str, Body] = {}
+_bodies: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
 
 
 def body_of(call: str) -> Body:
@@ -55,15 +64,9 @@ def body_of(call: str) -> Body:
     return _bodies[call.partition("#")[0]]
 
 
-@contextmanager
-def registered(bodies: dict[str, Body]) -> Iterator[None]:
-    """Inside, calls of `bodies` can be traced. Names are unique in the process."""
-    _bodies.update(bodies)
-    try:
-        yield
-    finally:
-        for name in bodies:
-            del _bodies[name]
+def register(name: str, body: Body) -> None:
+    """Lets calls find `body`, as long as somebody keeps it. Names are unique in the process."""
+    _bodies[name] = body
 
 
 def call_block(call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -107,6 +110,10 @@ def _block_fake(inputs: Sequence[Tensor], call: str) -> list[Tensor]:
     return [_like(value) for value in body_of(call).outputs]
 
 
+def _block_saving_fake(inputs: Sequence[Tensor], call: str) -> list[Tensor]:
+    return [_like(node.meta["val"]) for node in output_args(body_of(call).forward.graph)]
+
+
 def _block_backward_fake(grads: Sequence[Tensor], call: str) -> list[Tensor]:
     return [_like(value) for value in body_of(call).grads if value is not None]
 
@@ -121,8 +128,9 @@ def _only_traced(*args: Any) -> Any:
 
 
 torch.library.register_fake("graphshard::block", _block_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::block_saving", _block_saving_fake, lib=_LIBRARY)
 torch.library.register_fake("graphshard::block_backward", _block_backward_fake, lib=_LIBRARY)
 torch.library.register_fake("graphshard::pass_on", _like, lib=_LIBRARY)
 torch.library.register_autograd("graphshard::pass_on", _pass_on_backward, lib=_LIBRARY)
-for _name in ("block", "block_backward", "pass_on"):
+for _name in ("block", "block_saving", "block_backward", "pass_on"):
     _LIBRARY.impl(_name, _only_traced, "CompositeExplicitAutograd")

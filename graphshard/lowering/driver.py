@@ -87,7 +87,7 @@ def collapse(graph: Graph, edit: object, title: str) -> None:
 
 
 def expand(gm: GraphModule, title: str) -> None:
-    """Runs `EXPAND` on a graph for inference, in place: as on a joint one, its parameters are not known yet."""
+    """Runs `EXPAND` on a graph of the compiler's front end, in place: its parameters are not known yet."""
     _run(gm.graph, (EXPAND,), PassContext("joint"), title)
     gm.recompile()
 

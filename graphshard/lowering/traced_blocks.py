@@ -1,4 +1,4 @@
-"""Has the compiler's front end trace each of a model's equal blocks once, not as often as there are blocks."""
+"""Has the compiler's front end trace and part each of a model's equal blocks once, not as often as there are blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphshard import env
 from graphshard.compat.block_trace import Trace
 from graphshard.compat.dynamo import copy_captured
-from graphshard.graph.block_calls import Body, OtherGradients, registered
+from graphshard.compat.partitioner import partition
+from graphshard.graph.block_calls import PASS_ON, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
-from graphshard.graph.ir import PassContext, is_tangent, output_args
+from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args
 from graphshard.lowering import driver
 from graphshard.passes import COLLAPSE
 from graphshard.passes.collapse_blocks import CollapseEdit
@@ -25,44 +26,47 @@ T = TypeVar("T")
 Tracer: TypeAlias = Callable[[GraphModule, Sequence[Tensor]], Trace]
 
 
-def compile_traced_once(gm: GraphModule, trace: Tracer, compile_it: Callable[[], T], report: Report, title: str) -> T:
+def compile_traced_once(
+    gm: GraphModule, trace: Tracer, compile_it: Callable[[Sequence[Body]], T], report: Report, title: str
+) -> T:
     """Compiles a captured graph in which calls stand for equal blocks; as it is, where that cannot be.
 
     Args:
         gm: the graph, which is changed.
         trace: of a block, as the compiler traces the whole.
-        compile_it: compiles `gm`.
+        compile_it: compiles `gm`. It keeps the bodies that it is given as long as it may expand calls of them.
         report: says how many blocks were traced once, or why not.
         title: of dumps.
     """
     if env.is_disabled(COLLAPSE.name):
-        return compile_it()
+        return compile_it(())
     flat, collapsed = gm.graph, copy_captured(gm)
     edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
     bodies: dict[str, Body] = {}
     left = list(edit.left)
     for name, (block, *_) in edit.bodies:
         try:
-            bodies[name] = _body(trace(block.module(gm), [value_of_captured(node) for node in block.inputs]), block)
+            traced = trace(block.module(gm), [value_of_captured(node) for node in block.inputs])
+            bodies[name] = _body(traced, block, f"{title}.{name}")
+            register(name, bodies[name])
         except _Refused as why:
             left.append(str(why))
     taken = tuple((name, blocks) for name, blocks in edit.bodies if name in bodies)
     if taken:
         driver.collapse(collapsed, CollapseEdit(taken), title)
         gm.graph = collapsed
-        with registered(bodies):
-            try:
-                compiled = compile_it()
-            except Exception as error:
-                if (cause := _cause(error)) is None:
-                    raise
-                taken = ()
-                left.append(str(cause))
+        try:
+            compiled = compile_it([*bodies.values()])
+        except Exception as error:
+            if (cause := _cause(error)) is None:
+                raise
+            taken = ()
+            left.append(str(cause))
         gm.graph = flat
     for line in left:
         report.note_once(f"equal blocks are traced one by one: {line}")
     if not taken:
-        return compile_it()
+        return compile_it(())
     report.traces_once(sum(len(blocks) for _, blocks in taken), len(taken))
     return compiled
 
@@ -77,7 +81,7 @@ def _cause(error: BaseException | None) -> OtherGradients | None:
     return error
 
 
-def _body(trace: Trace, block: Block) -> Body:
+def _body(trace: Trace, block: Block, title: str) -> Body:
     if any(_writes(node) for node in trace.gm.graph.nodes):
         raise _Refused("they write what they read")
     placeholders = trace.gm.graph.find_nodes(op="placeholder")
@@ -93,12 +97,34 @@ def _body(trace: Trace, block: Block) -> Body:
     memory = [node.meta["val"].untyped_storage() for node in (*placeholders, *results[: len(outputs)])]
     if len(set(map(StorageWeakRef, memory))) < len(memory):
         raise _Refused("they return what they read, or several views of one tensor")
-    return Body(
-        trace.gm,
-        tuple(node.meta["val"] for node in results[: len(outputs)]),
-        tuple(zip(differentiable, (node.meta["val"] for node in tangents), strict=False)),
-        tuple(None if node is None else node.meta["val"] for node in results[len(outputs) :]),
+    values = tuple(node.meta["val"] for node in results[: len(outputs)])
+    taken = tuple(zip(differentiable, (node.meta["val"] for node in tangents), strict=False))
+    grads = tuple(None if node is None else node.meta["val"] for node in results[len(outputs) :])
+    for node in trace.gm.graph.nodes:
+        if is_call(node, PASS_ON):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            trace.gm.graph.erase_node(node)
+    if not trace.is_joint:
+        return Body(trace.gm, values)
+    driver.run_joint_passes(trace.gm, title)
+    forward, backward = partition(
+        trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=[*trace.static_inputs]
     )
+    driver.check_partition(forward, len(values))
+    return Body(forward, values, backward, _saved(forward, backward, len(values)), taken, grads)
+
+
+def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:
+    """Where what `backward` reads is among the inputs and results of `forward`, which returns nothing twice then."""
+    inputs, results = forward.graph.find_nodes(op="placeholder"), output_args(forward.graph)
+    taken = backward.graph.find_nodes(op="placeholder")
+    count = len(results) - outputs
+    if any(is_tangent(node) != (place >= count) for place, node in enumerate(taken)):
+        raise _Refused("their backward reads what their forward does not save")
+    own = [node for node in dict.fromkeys(results[outputs:]) if node not in inputs and node not in results[:outputs]]
+    next(iter(forward.graph.find_nodes(op="output"))).args = ((*results[:outputs], *own),)
+    places = {node: place for place, node in enumerate((*inputs, *results[:outputs], *own))}
+    return tuple(places[node] for node in results[outputs:])
 
 
 def _writes(node: Node) -> bool:

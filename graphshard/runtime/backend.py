@@ -26,6 +26,7 @@ from graphshard.compat.inductor import (
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.errors import ModelDeleted
+from graphshard.graph.block_calls import Body
 from graphshard.graph.ir import unshards
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -113,12 +114,17 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
         compile_region = compile_region_inductor if inductor else compile_region_aot
+
+        def compile_it(bodies: Sequence[Body]) -> Callable[..., Any]:
+            captured.traced_once(bodies)
+            return compile_region(gm, inputs, captured.compile, partitioner)
+
         with without_collection():
             compiled = with_room(
                 compile_traced_once,
                 gm,
                 lambda part, values: trace_apart(part, values, compile_region),
-                lambda: compile_region(gm, inputs, captured.compile, partitioner),
+                compile_it,
                 runtime.context.report,
                 f"{runtime.context.name}.region{number}",
             )

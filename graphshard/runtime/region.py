@@ -13,13 +13,11 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graphshard.compat.dynamo import boxed
-from graphshard.compat.inductor import CompileState
+from graphshard.compat.inductor import CompileState, copy_graph, module_of
 from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
-from graphshard.graph.ir import (
-    Direction,
-    output_args,
-)
+from graphshard.graph.block_calls import Body
+from graphshard.graph.ir import Direction, output_args
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -66,6 +64,7 @@ class Region:
         self._input_grads = input_grads
         self._patches = patches
         self._split: SplitGraph | None = None
+        self._traced: Sequence[Body] = ()
         self._lowering = RegionLowering(runtime, number, positions, num_inputs, bodies)
         self._runner = ProgramRunner(self._lowering)
         self._selection = ProgramSelection(self._lowering, broken)
@@ -74,11 +73,14 @@ class Region:
 
     # -- compilation
 
+    def traced_once(self, bodies: Sequence[Body]) -> None:
+        """Is told of what calls in its graphs stand for; its backward is compiled long after its forward."""
+        self._traced = bodies
+
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         runtime, planning = self._lowering.runtime, self._lowering.runtime.context.planning
-        if direction == "inference":
-            driver.expand(gm, f"{runtime.context.name}.region{self.number}.inference")
+        driver.expand(gm, f"{runtime.context.name}.region{self.number}.{direction}")
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._lowering.check_slots(graph)
         if planning is not None:
@@ -103,6 +105,8 @@ class Region:
         if planning is not None and direction == "forward":
             backward = planning.take_backward()
             if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
+                backward = module_of(backward, copy_graph(backward))
+                driver.expand(backward, f"{runtime.context.name}.region{self.number}.planned")
                 lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))

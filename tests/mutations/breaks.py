@@ -70,6 +70,13 @@ MUTATIONS = (
         ("tests/graph/test_traced_blocks.py",),
     ),
     Mutation(
+        "the backward of a block restores other values than its forward saved",
+        "passes/split_blocks.py",
+        "given = [*arguments, *_saving(graph, node, arguments, call)]",
+        "given = [*_saving(graph, node, arguments, call), *arguments]",
+        ("tests/graph/test_traced_blocks.py",),
+    ),
+    Mutation(
         "an order that other ranks do not have is followed",
         "graphshard/runtime/region_orders.py",
         "                posted.compare()\n",

@@ -1,0 +1,44 @@
+"""Fake values for copied nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphshard.compat.tensors import fake_copy
+
+
+class FakeValues:
+    """Fake values for the nodes of one copy of a body: what shares memory in the body does so in the copy, and nothing
+    else does.
+    """
+
+    def __init__(self) -> None:
+        self._bound: dict[StorageWeakRef, tuple[Tensor, int]] = {}  # and where the body's memory begins in it
+        self._own: dict[StorageWeakRef, Tensor] = {}
+
+    def bind(self, body: Tensor, outside: Tensor) -> None:
+        """`outside` is in the copy what `body` is in the body."""
+        self._bound[_memory_of(body)] = outside, int(outside.storage_offset() - body.storage_offset())
+
+    def copied(self, value: Any) -> Any:
+        """The value of a copied node."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.copied, value))
+        if not isinstance(value, Tensor):
+            return value
+        memory = _memory_of(value)
+        if memory not in self._bound:
+            return fake_copy(value, self._own, memory)
+        outside, begin = self._bound[memory]
+        with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            if outside.dtype != value.dtype:
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return outside.as_strided(value.shape, value.stride(), value.storage_offset() + begin)
+
+
+def _memory_of(value: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
