@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.graph.builder import Builder
 from graphshard.graph.ir import (
     PARTIAL,
-    Builder,
     PassContext,
     add_placeholder,
     aten,

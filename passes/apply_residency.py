@@ -22,9 +22,9 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.compat.results import keep_strides
+from graphshard.graph.builder import Builder
 from graphshard.graph.emit_reduction import rows_of
 from graphshard.graph.ir import (
-    Builder,
     PassContext,
     add_placeholder,
     aten,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.graph.ir import Builder, PassContext, aten, is_call, reductions, unshards
+from graphshard.graph.builder import Builder
+from graphshard.graph.ir import PassContext, aten, is_call, reductions, unshards
 from graphshard.graph.markers import REDUCE_GRAD
 
 

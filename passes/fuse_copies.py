@@ -21,18 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.graph.ir import (
-    Builder,
-    Collective,
-    PassContext,
-    aten,
-    collective,
-    is_call,
-    launches,
-    may_view,
-    replace,
-    val,
-)
+from graphshard.graph.builder import Builder, replace
+from graphshard.graph.ir import Collective, PassContext, aten, collective, is_call, launches, may_view, val
 from graphshard.kernels import can_copy
 from graphshard.kernels import ops as kernels
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.builder import Builder, replace
 from graphshard.graph.emit_gather import emit_gather
 from graphshard.graph.emit_reduction import emit_reduction
-from graphshard.graph.ir import PARTIAL, Builder, PassContext, is_call, replace, shard_placeholder
+from graphshard.graph.ir import PARTIAL, PassContext, is_call, shard_placeholder
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 
 

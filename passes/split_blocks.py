@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from graphshard.compat.tensors import no_fake_mode
 from graphshard.graph.block_calls import BLOCK, BLOCK_BACKWARD, BLOCK_SAVING, body_of
 from graphshard.graph.fake_values import FakeValues
 from graphshard.graph.ir import PassContext, is_call, output_args
@@ -64,7 +65,8 @@ def _saving(graph: Graph, node: Node, arguments: Sequence[Node], call: str) -> l
     for inner, value in zip(results, given, strict=False):
         if inner not in placeholders:
             values.bind(inner.meta["val"], value)
-    given += [values.copied(inner.meta["val"]) for inner in results[len(given) :]]
+    with no_fake_mode():
+        given += [values.copied(inner.meta["val"]) for inner in results[len(given) :]]
     with graph.inserting_before(node):
         saving = graph.call_function(BLOCK_SAVING, (list(arguments), call))
         saving.meta = {**node.meta, "val": given}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -125,3 +126,31 @@ def fake_copy(value: Any, memory: dict[K, Tensor], key: K) -> Tensor:
     like.set_(base.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     copy: Tensor = type(value)(value.fake_mode, like, value.device)
     return copy
+
+
+def fake_contiguous(value: Any, shape: Sequence[int], is_view: bool) -> Tensor | None:
+    """A contiguous fake tensor of the dtype of another one, in no more time than `fake_copy`.
+
+    Args:
+        value: a fake tensor.
+        shape: whose product is the number of its elements; one size may be -1.
+        is_view: whether it shares the memory of `value`, else it has its own.
+
+    Returns:
+        None: sizes are not numbers, or `value` has no such view.
+    """
+    sizes = [*value.shape, value.storage_offset(), *shape]
+    if not isinstance(value, FakeTensor) or not all(type(size) is int for size in sizes):
+        return None
+    if is_view and not value.is_contiguous():
+        return None
+    known = math.prod(size for size in shape if size >= 0)
+    if known == 0:
+        return None
+    shape = [size if size >= 0 else value.numel() // known for size in shape]
+    with no_fake_mode():
+        like = torch.empty(shape, dtype=value.dtype, device="meta")
+        if is_view:
+            like.set_(value.untyped_storage(), value.storage_offset(), shape, like.stride())
+        found: Tensor = type(value)(value.fake_mode, like, value.device)
+    return found

@@ -19,18 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard.graph.ir import (
-    ALL_GATHER,
-    COALESCED_ALL_GATHER,
-    WAIT,
-    Builder,
-    Collective,
-    Member,
-    aten,
-    may_view,
-    spec_of,
-    val,
-)
+from graphshard.graph.builder import Builder
+from graphshard.graph.ir import ALL_GATHER, COALESCED_ALL_GATHER, WAIT, Collective, Member, aten, may_view, spec_of, val
 from graphshard.graph.markers import ShardSpec, padded_shape
 from graphshard.graph.user_comms import CUSTOM_ALL_GATHER
 

@@ -20,13 +20,13 @@ import torch
 from torch.fx import Node
 
 from graphshard.fsdp2.settings import UnitSettings
+from graphshard.graph.builder import Builder
 from graphshard.graph.emit_gather import wait_each
 from graphshard.graph.ir import (
     ALL_REDUCE,
     COALESCED_REDUCE_SCATTER,
     REDUCE_SCATTER,
     WAIT,
-    Builder,
     Collective,
     Kind,
     Member,

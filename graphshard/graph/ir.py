@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphshard.errors import VerifyError
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 from graphshard.graph.plan import ProgramPlan
@@ -323,69 +322,3 @@ def val(node: Any) -> Any:
 def fake(args: Any) -> Any:
     """`args` with every node replaced by its fake value."""
     return torch.fx.node.map_arg(args, lambda node: node.meta["val"])
-
-
-class Builder:
-    """Adds nodes before one node, with the fake value of each.
-
-    Args:
-        graph: the graph to change.
-        anchor: new nodes go before it.
-        meta: put into the meta of every new node.
-    """
-
-    def __init__(self, graph: Graph, anchor: Node, **meta: Any) -> None:
-        self._graph = graph
-        self.anchor = anchor
-        self.meta = meta
-
-    def call(self, target: Callable[..., Any], *args: Any, **meta: Any) -> Node:
-        """Adds `target(*args)`; `meta` goes into the node's."""
-        return self.call_with(target, args, {}, **meta)
-
-    def call_with(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **meta: Any) -> Node:
-        """Adds `target(*args, **kwargs)`; `meta` goes into the node's."""
-        with self._graph.inserting_before(self.anchor):
-            node = self._graph.call_function(target, args, kwargs)
-        fake_args = fake(args)
-        mode = next((x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")), None)
-        if mode is None:
-            raise AssertionError(f"{node}: no argument has a fake value")
-        with mode, torch.no_grad():
-            node.meta["val"] = target(*fake_args, **kwargs)
-        node.meta.update(self.meta, **meta)
-        return node
-
-    def contiguous_copy(self, node: Node) -> Node:
-        """A fresh copy of `node` with contiguous strides."""
-        return self.call_with(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-
-    def cast(self, node: Any, dtype: torch.dtype) -> Node:
-        """`node` in `dtype`; itself where it has it."""
-        return (
-            node if val(node).dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
-        )
-
-    def reshape(self, node: Node, shape: Sequence[int]) -> Node:
-        """`node` in `shape` (one dim may be -1); itself where it has it."""
-        return node if tuple(val(node).shape) == tuple(shape) else self.call(aten.reshape.default, node, list(shape))
-
-
-def replace(old: Node, new: Node) -> None:
-    """Puts `new` in the place of `old` everywhere.
-
-    Raises:
-        VerifyError: G3, if their shapes, dtypes or strides differ: the nodes behind would be wrong, silently.
-    """
-    layouts = [(tuple(v.shape), v.dtype, v.stride()) for v in (val(old), val(new))]
-    if layouts[0] != layouts[1]:
-        raise VerifyError("G3", f"%{new.name} replaces %{old.name}: got {layouts[1]}, want {layouts[0]}")
-    old.replace_all_uses_with(new)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

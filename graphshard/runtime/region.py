@@ -65,6 +65,7 @@ class Region:
         self._patches = patches
         self._split: SplitGraph | None = None
         self._traced: Sequence[Body] = ()
+        self._planned: tuple[str, GraphModule] | None = None
         self._lowering = RegionLowering(runtime, number, positions, num_inputs, bodies)
         self._runner = ProgramRunner(self._lowering)
         self._selection = ProgramSelection(self._lowering, broken)
@@ -80,7 +81,7 @@ class Region:
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         runtime, planning = self._lowering.runtime, self._lowering.runtime.context.planning
-        driver.expand(gm, f"{runtime.context.name}.region{self.number}.{direction}")
+        gm = self._expanded(gm, direction)
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._lowering.check_slots(graph)
         if planning is not None:
@@ -105,11 +106,20 @@ class Region:
         if planning is not None and direction == "forward":
             backward = planning.take_backward()
             if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
-                backward = module_of(backward, copy_graph(backward))
-                driver.expand(backward, f"{runtime.context.name}.region{self.number}.planned")
+                text, backward = str(backward.graph), module_of(backward, copy_graph(backward))
+                self._planned = text, self._expanded(backward, "backward")
                 lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
+
+    def _expanded(self, gm: GraphModule, direction: Direction) -> GraphModule:
+        """A graph with blocks in the place of calls: itself, changed; of a planned backward, what was made then."""
+        if direction == "backward" and self._planned is not None:
+            (text, planned), self._planned = self._planned, None
+            if text == str(gm.graph):
+                return planned
+        driver.expand(gm, f"{self._lowering.runtime.context.name}.region{self.number}.{direction}")
+        return gm
 
     # -- run time
 

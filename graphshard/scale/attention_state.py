@@ -17,7 +17,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from graphshard.compat.tensors import is_torch_operator
-from graphshard.graph.ir import Builder, output_args, output_node
+from graphshard.graph.builder import Builder
+from graphshard.graph.ir import output_args, output_node
 
 _SAVES, _RESTORES = "run_and_save_rng_state", ("run_with_rng_state", "graphsafe_run_with_rng_state")
 

@@ -16,7 +16,8 @@ from torch.fx import Graph, GraphModule
 from graphshard import env, passes
 from graphshard.errors import VerifyError
 from graphshard.fsdp2.settings import UnitSettings
-from graphshard.graph.ir import WAIT, Builder, aten, launches, output_node, reductions, unshards
+from graphshard.graph.builder import Builder
+from graphshard.graph.ir import WAIT, aten, launches, output_node, reductions, unshards
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.graph.printer import format_graph
 from graphshard.lowering import driver

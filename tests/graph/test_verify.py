@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 from graphshard.errors import VerifyError
 from graphshard.fsdp2.settings import UnitSettings
 from graphshard.graph import verify
-from graphshard.graph.ir import REDUCE_SCATTER, Builder, aten, launches, output_node, replace, val
+from graphshard.graph.builder import Builder, replace
+from graphshard.graph.ir import REDUCE_SCATTER, aten, launches, output_node, val
 from graphshard.graph.liveness import peak_bytes
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from tests.graph import test_verify_collectives

@@ -8,16 +8,8 @@ import pytest
 from torch.fx import Node
 
 from graphshard.graph import verify
-from graphshard.graph.ir import (
-    ALL_REDUCE,
-    COALESCED_REDUCE_SCATTER,
-    REDUCE_SCATTER,
-    WAIT,
-    Builder,
-    aten,
-    launches,
-    waits_of,
-)
+from graphshard.graph.builder import Builder
+from graphshard.graph.ir import ALL_REDUCE, COALESCED_REDUCE_SCATTER, REDUCE_SCATTER, WAIT, aten, launches, waits_of
 from graphshard.graph.markers import REDUCE_GRAD
 from tests.graph.graphs import BF16, Weight, lowered_until, toy_backward, toy_forward, toy_weights, two_reductions
 from tests.graph.rejection import assert_rejects, lowered_backward, lowered_forward
