@@ -20,7 +20,7 @@ from graphshard.capture.marked_classes import TWIN_MARK
 
 T = TypeVar("T")
 MOST_CHANGES = 3  # of what blocks have in common, each of which has them traced again
-LEAST_TWINS = 3  # of blocks of one class: fewer are traced in no time
+LEAST_TWINS = 3  # of blocks of one class: of fewer all are traced
 
 
 def candidates(unit_modules: Iterable[nn.Module]) -> list[nn.Module]:

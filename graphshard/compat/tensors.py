@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._pytree import tree_map_only
 
@@ -89,6 +90,12 @@ def moved_tensors(values: Any, device: torch.device) -> Any:
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place, through itself or a view of it."""
     return tensor._version
+
+
+def mesh_of(value: object) -> DeviceMesh | None:
+    """The mesh that a graph gets as an argument; None: the argument is something else."""
+    found = getattr(value, "real_obj", value)
+    return found if isinstance(found, DeviceMesh) else None
 
 
 def keep_static(tensor: Tensor) -> None:

@@ -44,10 +44,10 @@ class Block:
         """Equal for blocks that compute the same."""
         names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
         names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
-        lines = [_kind(node) for node in self.inputs]
+        lines = [kind_of(node) for node in self.inputs]
         for node in self.nodes:
             args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
-            lines.append(f"{_target(node)} {args} {_kind(node)}")
+            lines.append(f"{_target(node)} {args} {kind_of(node)}")
         return *lines, " ".join(names[node] for node in (*self.outputs, *self.passed))
 
     def is_static(self) -> bool:
@@ -158,22 +158,28 @@ def _size(node: Node) -> int:
     return len(inner.graph.nodes) if isinstance(inner, GraphModule) else 1
 
 
+def described(node: Node) -> str:
+    """What a node does and yields, whatever it and what it reads are called."""
+    return f"{_target(node)} {kind_of(node)}"
+
+
 def _item(node: Node) -> str:
     """What a node does, whatever its arguments are called."""
-    args = map_arg((node.args, node.kwargs), lambda read: _Name(_kind(read)))
-    return f"{_target(node)} {args} {_kind(node)}"
+    args = map_arg((node.args, node.kwargs), lambda read: _Name(kind_of(read)))
+    return f"{_target(node)} {args} {kind_of(node)}"
 
 
 def _target(node: Node) -> str:
     if node.op == "get_attr":
-        return _kind(node)
+        return kind_of(node)
     return f"{node.op} {node.target}"
 
 
-def _kind(node: Node) -> str:
+def kind_of(node: Node) -> str:
+    """What a node yields: dtype, shape, strides, device, if a gradient is needed; of an inner graph what it does."""
     if node.op == "get_attr" and isinstance(found := _attribute(node), GraphModule):
         return _graph_kind(found.graph) or str(node.target)
-    return " ".join(map(_described, _parts(value_of_captured(node))))
+    return " ".join(map(_value_text, _parts(value_of_captured(node))))
 
 
 def _graph_kind(graph: Graph) -> str:
@@ -186,11 +192,11 @@ def _graph_kind(graph: Graph) -> str:
         if node.op == "get_attr":
             return ""
         args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
-        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {_kind(node)}")
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {kind_of(node)}")
     return "; ".join(lines)
 
 
-def _described(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
     return f"{type(value).__name__} {value}"

@@ -1,5 +1,5 @@
-"""Operators that tell blocks apart while Dynamo traces a model: an *exemplar*, whose code it traces, and its *twins*,
-which are alike and get one node in place of a trace.
+"""Operators that tell blocks apart while Dynamo traces a model: an *exemplar*, whose code it traces, its *witness*,
+which is traced, too, so that both traces can be compared, and its *twins*, which get one node in place of a trace.
 
 Before a block is traced, its call asks (`ASK`) whether an exemplar was traced that stands for it. What the operators
 say is in the sizes of their fake values, which are constants in a trace. Nothing runs them: `lowering.twins` puts the
@@ -33,8 +33,8 @@ _LIBRARY.define("ask_twin(Tensor[] inputs, SymInt[] numbers, str block, str said
 _LIBRARY.define("end_exemplar(Tensor[] outputs, int number, int[] results) -> Tensor")
 _LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) -> Tensor[]")
 
-# Answers an empty tensor of size [0, number]: trace the block, as that exemplar (0: as none); or of size
-# [1, number, *results]: it is a twin of that exemplar.
+# Answers an empty tensor of size [0, number, of]: trace the block, as that exemplar (0: as none), and as the witness of
+# another one (0: of none); or of size [1, number, *results]: it is a twin of that exemplar.
 ASK = torch.ops.graphshard.ask_twin.default
 # Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on.
 END = torch.ops.graphshard.end_exemplar.default
@@ -51,6 +51,9 @@ class _Exemplar:
     """A block that is traced.
 
     Attributes:
+        block: its mark.
+        of: the exemplar that it is the witness of; 0: none.
+        witness: its own; 0: there was none.
         brought: what its call brings, described; None: it stands for no other.
         before: what was changed before it.
         inputs: each tensor that it brings, and how often it was written.
@@ -59,6 +62,9 @@ class _Exemplar:
         outputs: described, and whether each needs a gradient. No tensor: it would keep the trace alive.
     """
 
+    block: str = ""
+    of: int = 0
+    witness: int = 0
     brought: object = None
     before: Changes | None = None
     inputs: Sequence[tuple[weakref.ref[Tensor], int]] = ()
@@ -84,6 +90,11 @@ class _Exemplar:
             self.outputs = [output for output in described if output is not None]
             self.results = results
 
+    def agrees_with(self, exemplar: _Exemplar) -> bool:
+        """Whether it is a witness that returned what its exemplar did."""
+        same = (self.results, self.outputs) == (exemplar.results, exemplar.outputs)
+        return self.of > 0 and self.results is not None and same
+
 
 # Of one trace, by its fake mode: a trace that is begun anew has another one. Number 0 is none.
 _exemplars: weakref.WeakKeyDictionary[Any, list[_Exemplar]] = weakref.WeakKeyDictionary()
@@ -96,18 +107,28 @@ def _exemplars_beside(value: Tensor) -> list[_Exemplar]:
 def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said: str) -> Tensor:
     graph, described = surrounding_graph(), _described_call(inputs)
     if graph is None or described is None or not all(map(is_known, numbers)):
-        return inputs[0].new_empty((0, 0), dtype=torch.bool)
+        return _answer(inputs, 0, 0, 0)
     exemplars = _exemplars_beside(inputs[0])
     brought = (group_of(block), said, graph, ambient_modes(), *map(size_key, numbers), *described)
     before = Changes()
+    of = 0
     for number, exemplar in enumerate(exemplars):
-        if exemplar.results is not None and exemplar.brought == brought and exemplar.before == before:
-            return inputs[0].new_empty((1, number, *exemplar.results), dtype=torch.bool)
+        if exemplar.results is None or exemplar.of or (exemplar.brought, exemplar.before) != (brought, before):
+            continue
+        if exemplars[exemplar.witness].agrees_with(exemplar):
+            return _answer(inputs, 1, number, *exemplar.results)
+        if not exemplar.witness and exemplar.block != block:
+            of, exemplar.witness = number, len(exemplars)
+            break
     if not before.tensors.isdisjoint(map(id, inputs)):
-        return inputs[0].new_empty((0, 0), dtype=torch.bool)  # what it is called with, it may read elsewhere too
+        return _answer(inputs, 0, 0, 0)  # what it is called with, it may read elsewhere too
     seen = [(weakref.ref(value), _written(value)) for value in inputs]
-    exemplars.append(_Exemplar(brought, before, seen, any(value.requires_grad for value in inputs)))
-    return inputs[0].new_empty((0, len(exemplars) - 1), dtype=torch.bool)
+    exemplars.append(_Exemplar(block, of, 0, brought, before, seen, any(value.requires_grad for value in inputs)))
+    return _answer(inputs, 0, len(exemplars) - 1, of)
+
+
+def _answer(inputs: Sequence[Tensor], *sizes: int) -> Tensor:
+    return inputs[0].new_empty(sizes, dtype=torch.bool)
 
 
 def _end_fake(outputs: Sequence[Tensor], number: int, results: Sequence[int]) -> Tensor:

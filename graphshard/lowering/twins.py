@@ -7,17 +7,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random
 from graphshard.compat.inductor import module_like
 from graphshard.compat.running_trace import guarded_names, reads_identities, trace_again
-from graphshard.compat.tensors import is_known
+from graphshard.compat.tensors import is_known, mesh_of
 from graphshard.errors import ModelDeleted
+from graphshard.graph.equal_blocks import described, kind_of
 from graphshard.graph.ir import is_call
 from graphshard.graph.twin_calls import ASK, END, TWIN
 from graphshard.reporting.report import Report
@@ -197,9 +200,13 @@ class _Expansion:
         self._blocks = blocks
         self._inputs = list(inputs)
         self._placeholders: list[Node] = gm.graph.find_nodes(op="placeholder")
+        self._mesh_of = {
+            node: mesh for node, value in zip(self._placeholders, inputs, strict=True) if (mesh := mesh_of(value))
+        }
         self._input_of = {id(value): node for node, value in zip(self._placeholders, inputs, strict=True)}
         self._added: dict[Node, tuple[int, tuple[str, int]]] = {}  # where it is first used, where it is found
         self._bodies: dict[object, _Body] = {}
+        self._traced: set[str] = set()  # marks of blocks whose reads Dynamo guards
         self._twins = 0
 
     def run(self) -> Expanded:
@@ -226,10 +233,38 @@ class _Expansion:
             if is_call(node, ASK):
                 asked[node.meta["example_value"].shape[1]] = at
             elif is_call(node, END) and (exemplar := node.args[1]):
-                self._bodies[exemplar] = _body(scope, nodes[asked[exemplar] : at + 1])
+                body = self._bodies[exemplar] = _body(scope, nodes[asked[exemplar] : at + 1])
+                self._traced.add(body.mark)
+                if of := nodes[asked[exemplar]].meta["example_value"].shape[2]:
+                    self._compare(self._bodies[of], body)
             elif is_call(node, TWIN):
                 self._replace(scope, node, position[scope.call or node])
                 self._twins += 1
+
+    def _compare(self, body: _Body, witness: _Body) -> None:
+        """Sees that a witness does what its exemplar does, with its own tensors in the place of the exemplar's."""
+        theirs, mine = (self._blocks.tensors(one.mark) for one in (body, witness))
+        pairs: dict[Node | None, Node | None] = {
+            self._input_of.get(id(one)): self._input_of.get(id(other)) for one, other in zip(theirs, mine, strict=True)
+        }
+        pairs |= dict(zip(body.inputs, witness.inputs, strict=True))
+        inside = {*witness.inputs, *witness.nodes}
+
+        def expected(read: Node) -> Any:
+            captured = read if read in pairs else body.scope.captured(read)
+            return pairs.get(captured, self._mesh_of.get(captured, captured))
+
+        def found(read: Node) -> Any:
+            captured = read if read in inside else witness.scope.captured(read)
+            return self._mesh_of.get(captured, captured)
+
+        same = len(body.nodes) == len(witness.nodes)
+        for one, other in zip(body.nodes, witness.nodes, strict=False):
+            wanted = map_arg((one.args, one.kwargs), expected)
+            same = same and _does_the_same(one, other) and wanted == map_arg((other.args, other.kwargs), found)
+            pairs[one] = other
+        if not same or [pairs[node] for node in body.outputs] != [*witness.outputs]:
+            raise _NotAlike("two that look alike are traced otherwise")
 
     def _replace(self, scope: _Scope, twin: Node, at: int) -> None:
         """Puts the nodes of its exemplar before a twin, and their outputs in the place of the twin's."""
@@ -268,7 +303,7 @@ class _Expansion:
             self._placeholders.append(node)
             self._inputs.append(mine)
             self._added[node] = at, place
-        elif node not in self._added and mine is not theirs:
+        elif node not in self._added and mine is not theirs and place[0] not in self._traced:
             raise _NotAlike("what a block has is read elsewhere too")  # nothing would guard that it stays so
         return node
 
@@ -287,6 +322,17 @@ def _body(scope: _Scope, nodes: Sequence[Node]) -> _Body:
             if read.op != "placeholder" or is_random(read):
                 raise _NotAlike("a block reads what no argument of its call brings")
     return _Body(scope, str(ask.args[2]), inputs, inner, outputs)
+
+
+def _does_the_same(one: Node, other: Node) -> bool:
+    """Whether two nodes do the same with what they read, as far as their targets and results say."""
+    a, b = one.target, other.target
+    if not (isinstance(a, FunctionType) and isinstance(b, FunctionType)) or a is b:
+        return described(one) == described(other)
+    # Of a call of a DTensor's method Dynamo makes a function that holds what is no tensor.
+    cells = [[cell.cell_contents for cell in target.__closure__ or ()] for target in (a, b)]
+    no_tensors = not any(isinstance(value, Tensor) for value in cells[0] + cells[1])
+    return a.__code__ is b.__code__ and no_tensors and cells[0] == cells[1] and kind_of(one) == kind_of(other)
 
 
 def _brought(call: Node) -> list[Node]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from twin_models import ALIKE, CHANGES, OTHER, Stack
+from twin_models import ALIKE, CHANGES, OTHER, Drawing, Stack
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -106,6 +106,18 @@ def twins_on_one_rank() -> int:
 
 def test_twins_are_there_where_they_are_asked_for(two_ranks: WorkerPool) -> None:
     assert two_ranks.run(twins_on_one_rank) == [0, 3]
+
+
+def twins_whose_traces_differ() -> tuple[int, list[str]]:
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
+        model: Any = graphshard.compile(Stack(Drawing), init_device_mesh("cpu", (2,)), backend="aot_eager")
+        model(*models.features(0, 0)).sum().backward()
+    return twins_of(model), graphshard.report(model).notes
+
+
+def test_two_traces_that_differ_are_noticed(two_ranks: WorkerPool) -> None:
+    for twins, notes in two_ranks.run(twins_whose_traces_differ):
+        assert twins == 0 and "blocks are captured one by one: two that look alike are traced otherwise" in notes
 
 
 def twins_with_regions_of_units() -> tuple[int, list[str]]:

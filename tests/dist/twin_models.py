@@ -30,7 +30,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A layer, so that blocks are called with what needs a gradient, and blocks."""
 
-    def __init__(self, block: Callable[[int], nn.Module] = Block, count: int = 4) -> None:
+    def __init__(self, block: Callable[[int], nn.Module] = Block, count: int = 5) -> None:
         super().__init__()
         self.first = nn.Linear(models.DIM, models.DIM)
         self.blocks = nn.ModuleList(block(number) for number in range(count))
@@ -284,6 +284,21 @@ class Scaled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale
+
+
+class Drawing(Block):
+    """Each trace of it has another number, which nothing but the trace shows."""
+
+    drawn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * _next_number()
+
+
+@torch.compiler.assume_constant_result
+def _next_number() -> int:
+    Drawing.drawn += 1
+    return Drawing.drawn
 
 
 OTHER: dict[str, Callable[[], nn.Module]] = {
