@@ -42,6 +42,13 @@ MUTATIONS = (
         ("tests/graph/test_alike.py", "tests/dist/test_twins.py", "-k", "in_common or shared"),
     ),
     Mutation(
+        "twins are believed though two traces differ",
+        "graphshard/lowering/twins.py",
+        'raise _NotAlike("two that look alike are traced otherwise")',
+        "pass",
+        ("tests/dist/test_twins.py", "-k", "differ"),
+    ),
+    Mutation(
         "stretches of other inputs share a body",
         "graphshard/graph/stretches.py",
         'lines = [_kind(node.meta.get("val")) for node in self.inputs]',
