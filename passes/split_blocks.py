@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from graphshard.compat.partitioner import tag_saved
 from graphshard.compat.tensors import no_fake_mode
 from graphshard.graph.block_calls import BLOCK, BLOCK_BACKWARD, BLOCK_SAVING, body_of
 from graphshard.graph.fake_values import FakeValues
@@ -85,6 +86,7 @@ def _saving(graph: Graph, node: Node, arguments: Sequence[Node], call: str) -> l
                 item.meta["val"] = value
         else:
             item.args = (saving, place)
+        tag_saved(item)  # a block draws random numbers, and gathers
         found.append(item)
     graph.erase_node(node)
     return found

@@ -24,12 +24,10 @@ class Trace:
     Attributes:
         gm: joint graph, or where no gradient is asked for the graph for inference.
         is_joint: which of them.
-        static_inputs: positions of those that the partitioner is told to be there anyway.
     """
 
     gm: GraphModule
     is_joint: bool
-    static_inputs: Sequence[int] = ()
 
 
 class _Traced(Exception):
@@ -42,7 +40,7 @@ class _Stop(CustomPartitionerFn):
     """Ends the compilation where the joint graph would be split."""
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> NoReturn:
-        raise _Traced(Trace(gm, True, kwargs.get("static_lifetime_input_indices") or ()))
+        raise _Traced(Trace(gm, True))
 
     def uuid(self) -> str:
         return "graphshard-part"

@@ -94,6 +94,13 @@ def is_random(node: Node) -> bool:
     return isinstance(getattr(node, "_dynamo_source", None), RandomValueSource)
 
 
+def is_static_input(node: Node) -> bool:
+    """Whether an input of a captured graph is there for good, as a parameter is: AOTAutograd's partitioner saves it for
+    nothing.
+    """
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
 def add_input(graph: Graph, like: tuple[Node, Tensor], value: Tensor, name: str) -> Node:
     """A placeholder of a captured graph for a tensor that Dynamo has not met, at the graph's insertion point.
 

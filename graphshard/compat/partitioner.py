@@ -6,8 +6,9 @@ from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._functorch import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.compat.inductor import module_like
@@ -25,6 +26,14 @@ def tag_reshard(node: Node) -> None:
 def tag_saved(node: Node) -> None:
     """Forbids the partitioner to compute a node again; what backward needs of it is saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def has_budget(graph: Graph) -> bool:
+    """Whether the user has given the partitioner a budget of activations: for all that is compiled, or around this."""
+    if config.activation_memory_budget != 1.0:
+        return True
+    key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")  # since torch 2.13
+    return any("memory_budget" in node.meta or key in (node.meta.get("custom") or ()) for node in graph.nodes)
 
 
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:

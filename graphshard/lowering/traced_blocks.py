@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard import env
 from graphshard.compat.block_trace import Trace
-from graphshard.compat.dynamo import copy_captured
-from graphshard.compat.partitioner import partition
+from graphshard.compat.dynamo import copy_captured, is_static_input
+from graphshard.compat.partitioner import has_budget, partition
 from graphshard.graph.block_calls import PASS_ON, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
 from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args
@@ -39,6 +39,9 @@ def compile_traced_once(
         title: of dumps.
     """
     if env.is_disabled(COLLAPSE.name):
+        return compile_it(())
+    if has_budget(gm.graph):
+        report.note_once("equal blocks are traced one by one: a budget of activations is for all of a graph")
         return compile_it(())
     flat, collapsed = gm.graph, copy_captured(gm)
     edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
@@ -106,12 +109,26 @@ def _body(trace: Trace, block: Block, title: str) -> Body:
             trace.gm.graph.erase_node(node)
     if not trace.is_joint:
         return Body(trace.gm, values)
-    driver.run_joint_passes(trace.gm, title)
-    forward, backward = partition(
-        trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=[*trace.static_inputs]
-    )
-    driver.check_partition(forward, len(values))
-    return Body(forward, values, backward, _saved(forward, backward, len(values)), taken, grads)
+    static = [place for place, node in enumerate(block.inputs) if is_static_input(node)]
+    return Body(*_parted(trace.gm, values, static, title), taken, grads)
+
+
+def _parted(
+    joint: GraphModule, outputs: tuple[Tensor, ...], static: Sequence[int], title: str
+) -> tuple[GraphModule, tuple[Tensor, ...], GraphModule, tuple[int, ...]]:
+    """Forward, `outputs`, backward and what it saves, of a body.
+
+    Args:
+        joint: is changed.
+        outputs: fake values.
+        static: positions of inputs that are there for good.
+        title: of dumps.
+    """
+    driver.run_joint_passes(joint, title)
+    options = {"num_fwd_outputs": len(outputs), "static_lifetime_input_indices": [*static]}
+    forward, backward = partition(joint, (), **options)
+    driver.check_partition(forward, len(outputs))
+    return forward, outputs, backward, _saved(forward, backward, len(outputs))
 
 
 def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:
