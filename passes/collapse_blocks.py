@@ -40,10 +40,18 @@ class CollapseEdit:
 
 def decide(graph: Graph, ctx: PassContext) -> CollapseEdit:
     """Finds equal blocks."""
-    found = find_blocks(graph)
-    static = [tuple(blocks) for blocks in found if blocks[0].is_static()]
-    left = ("their sizes are symbols (dynamic shapes)",) if len(static) < len(found) else ()
-    return CollapseEdit(tuple((f"body{next(_numbers)}", blocks) for blocks in static), left)
+    taken: list[tuple[Block, ...]] = []
+    left: dict[str, None] = {}
+    for blocks in find_blocks(graph):
+        if not blocks[0].is_static():
+            left["their sizes are symbols (dynamic shapes)"] = None
+        elif any(block.passes_what_is_written() for block in blocks):
+            left["what they read is written in place elsewhere"] = None
+        elif any(block.is_lazy() for block in blocks):
+            left["what goes in or out is conjugated or negated lazily"] = None
+        else:
+            taken.append(tuple(blocks))
+    return CollapseEdit(tuple((f"body{next(_numbers)}", blocks) for blocks in taken), tuple(left))
 
 
 def apply(graph: Graph, edit: CollapseEdit) -> None:

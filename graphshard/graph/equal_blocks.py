@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from graphshard.compat.dynamo import changes_autocast, is_wrapper, sets_grad_mode
+from graphshard.compat.tensors import version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.repeats import Repeat, find_repeats
 
@@ -53,6 +54,16 @@ class Block:
     def is_static(self) -> bool:
         """Whether all sizes in it are numbers."""
         return all(_is_static(part) for node in (*self.inputs, *self.nodes) for part in _parts(value_of_captured(node)))
+
+    def passes_what_is_written(self) -> bool:
+        """Whether something writes, in place, what others read behind the block: it would write into a copy."""
+        values = (value_of_captured(node) for node in self.passed)
+        return any(not value.is_inference() and version(value) > 0 for value in values)
+
+    def is_lazy(self) -> bool:
+        """Whether a value that goes in or out is still to be conjugated or negated."""
+        values = (value_of_captured(node) for node in (*self.inputs, *self.outputs))
+        return any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in values)
 
     def module(self, gm: GraphModule) -> GraphModule:
         """The block as a graph of its own: takes `inputs`, returns `outputs`, and `passed` by `PASS_ON`.

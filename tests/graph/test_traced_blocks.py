@@ -201,6 +201,38 @@ def test_inference_is_traced_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(result, want) and lines == want_lines and calls == 6
 
 
+class Overwritten(Stack):
+    """What all blocks read has another view, and is written behind them or between them."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__(plain, layers=10)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Any:
+        read = x.sin()
+        view = read.view(-1)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) + read
+            if self.between and number == 4:
+                view.mul_(3.0)
+        if not self.between:
+            read.mul_(3.0)
+        return x + view.view_as(x)
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Any:
+        z = torch.complex(x, x)
+        for layer in self.layers:
+            y = torch.view_as_real(z.resolve_conj()).sum(-1)
+            z = (z * torch.complex(layer(y), y)).conj()
+        return torch.view_as_real(z.resolve_conj())
+
+
 class Unread(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,13 +251,20 @@ class Unread(nn.Module):
     [
         (Stack(plain, last=nn.BatchNorm1d(DIM)), "they write what they read"),
         (Unread(), "the loss does not depend on all that a block returns"),
+        (Overwritten(between=False), "what they read is written in place elsewhere"),
+        (Overwritten(between=True), "what they read is written in place elsewhere"),
+        (Conjugated(), "what goes in or out is conjugated or negated lazily"),
     ],
 )
 def test_blocks_that_cannot_be_traced_once_are_traced_one_by_one(model: nn.Module, said: str) -> None:
-    traced = Traced(model)
-    result = traced.run(torch.ones(BATCH, DIM, requires_grad=True))
-    loss = result[0] if isinstance(result, tuple) else result
-    loss.sum().backward()
+    traced, found = Traced(model), []
+    for run in (traced.run, model):
+        x = torch.ones(BATCH, DIM, requires_grad=True)
+        result = run(x)
+        loss = result[0] if isinstance(result, tuple) else result
+        loss.sum().backward()
+        found.append((loss, x.grad))
+    assert all(map(torch.equal, *found))
     assert traced.calls == 0
     assert traced.report.notes == [f"equal blocks are traced one by one: {said}"]
 
