@@ -124,6 +124,11 @@ def add_input(graph: Graph, like: tuple[Node, Tensor], value: Tensor, name: str)
     return node
 
 
+def checkpoint_policy(inner: GraphModule) -> object:
+    """The `context_fn` of the checkpoint that an inner graph is; None: it has none."""
+    return inner.meta.get("_checkpoint_context_fn")
+
+
 def checkpoint_graph(gm: GraphModule, node: Node) -> GraphModule | None:
     """The graph that a node of a captured one checkpoints; None: it is no checkpoint."""
     if node.target is not torch.ops.higher_order.tag_activation_checkpoint:

@@ -69,7 +69,7 @@ def _table(table: Table, indent: str) -> Iterator[str]:
     names = [column.removeprefix(">") for column in table.columns]
     fixed = len(names) - 1 if table.prose else len(names)
     rows = [[_shortened(cell) if i < fixed else cell for i, cell in enumerate(row)] for row in table.rows]
-    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(names[:fixed])]
+    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(fixed)]
     yield table.title
     for number, row in enumerate([names, *rows]):
         cells = [

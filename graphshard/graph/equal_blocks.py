@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from graphshard.compat.dynamo import changes_autocast, is_wrapper, sets_grad_mode
-from graphshard.compat.tensors import version
+from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, sets_grad_mode
+from graphshard.compat.tensors import is_torch_operator, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.repeats import Repeat, find_repeats
 
@@ -189,8 +191,21 @@ def _target(node: Node) -> str:
 def kind_of(node: Node) -> str:
     """What a node yields: dtype, shape, strides, device, if a gradient is needed; of an inner graph what it does."""
     if node.op == "get_attr" and isinstance(found := _attribute(node), GraphModule):
-        return _graph_kind(found.graph) or str(node.target)
+        kind, policy = _graph_kind(found.graph), checkpoint_policy(found)
+        return f"{kind or node.target}{'' if policy is None else _function_text(policy)}"
     return " ".join(map(_value_text, _parts(value_of_captured(node))))
+
+
+def _function_text(value: object) -> str:
+    """The same for functions that do the same: of one code, with the same objects in their closures and partials."""
+    if isinstance(value, partial):
+        return f"partial {_function_text((value.func, value.args, tuple(value.keywords.items())))}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} ({' '.join(map(_function_text, value))})"
+    if isinstance(value, FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        return f"function {id(value.__code__)} {_function_text((value.__defaults__, *cells))}"
+    return f"{value!r}" if isinstance(value, (str, int)) or is_torch_operator(value) else f"object {id(value)}"
 
 
 def _graph_kind(graph: Graph) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import boxed, boxed_graph
@@ -289,6 +289,37 @@ def test_blocks_of_other_sizes_or_flags_have_bodies_of_their_own() -> None:
     traced = Traced(model)
     traced.run(torch.ones(BATCH, DIM, requires_grad=True)).sum().backward()
     assert traced.calls == 8 and traced.report.traced_once == (8, 2)
+
+
+def saving_matmuls(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saving_nothing(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Stack):
+    """Each half of the layers is checkpointed by a policy of its own; each call makes its contexts anew."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        for number, layer in enumerate(self.layers):
+            policy = saving_matmuls if 2 * number < len(self.layers) else saving_nothing
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def test_blocks_that_are_checkpointed_otherwise_have_bodies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, saved_bytes = Selective(plain, layers=8), []
+    for disabled in ("", "collapse_blocks"):
+        monkeypatch.setenv("GRAPHSHARD_DISABLE", disabled)
+        traced = Traced(model)
+        traced.run(torch.ones(BATCH, DIM, requires_grad=True)).sin().sum().backward()
+        saved_bytes.append(traced.saved_bytes())
+        assert traced.report.traced_once == ((0, 0) if disabled else (8, 2))
+    assert saved_bytes[0] == saved_bytes[1]
 
 
 def test_blocks_with_symbols_in_their_sizes_are_traced_one_by_one() -> None:
