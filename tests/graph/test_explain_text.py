@@ -10,6 +10,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from graphshard.explain import Explanation, print_explanation
+from graphshard.explain.plain_text import summary_text
 from tests.graph.planned_programs import MIB, deep_program, explanation, small_program
 
 RIVALS = (("fsdp2", 1500.0, 20 * MIB), ("other", 3000.0, 90 * MIB))
@@ -155,3 +156,7 @@ def words(text: str) -> list[str]:
     """Without colours and lines; the order of words is that of the text, where nothing is wrapped."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return sorted(re.sub("[─=]{2,}", " ", plain).split())
+
+
+def test_summary_of_no_programs_is_a_heading() -> None:
+    assert len(summary_text([]).splitlines()) == 2
