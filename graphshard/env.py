@@ -34,7 +34,7 @@ def fault_dir() -> Path:
 
 
 def traces_twins() -> bool:
-    """``GRAPHSHARD_TWINS``: 1: Dynamo traces one of blocks that are alike; 0 (default): it traces all.
+    """``GRAPHSHARD_TWINS``: 1: Dynamo traces two of blocks that are alike; 0 (default): it traces all.
 
     Raises:
         ValueError: if it is neither.

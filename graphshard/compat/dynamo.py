@@ -98,7 +98,7 @@ def is_static_input(node: Node) -> bool:
     """Whether an input of a captured graph is there for good, as a parameter is: AOTAutograd's partitioner saves it for
     nothing.
     """
-    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+    return bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
 
 
 def add_input(graph: Graph, like: tuple[Node, Tensor], value: Tensor, name: str) -> Node:

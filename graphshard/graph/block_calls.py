@@ -26,6 +26,7 @@ _LIBRARY.define("pass_on(Tensor value) -> Tensor")
 BLOCK = torch.ops.graphshard.block.default
 # Returns what backward reads, too.
 BLOCK_SAVING = torch.ops.graphshard.block_saving.default
+# In front of the gradients it takes what was saved, once `split_blocks` has said what that is.
 BLOCK_BACKWARD = torch.ops.graphshard.block_backward.default
 PASS_ON = torch.ops.graphshard.pass_on.default
 

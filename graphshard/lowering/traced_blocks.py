@@ -15,7 +15,7 @@ from graphshard.compat.dynamo import copy_captured, is_static_input
 from graphshard.compat.partitioner import has_budget, partition
 from graphshard.graph.block_calls import PASS_ON, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
-from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args
+from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args, output_node
 from graphshard.lowering import driver
 from graphshard.passes import COLLAPSE
 from graphshard.passes.collapse_blocks import CollapseEdit
@@ -110,25 +110,10 @@ def _body(trace: Trace, block: Block, title: str) -> Body:
     if not trace.is_joint:
         return Body(trace.gm, values)
     static = [place for place, node in enumerate(block.inputs) if is_static_input(node)]
-    return Body(*_parted(trace.gm, values, static, title), taken, grads)
-
-
-def _parted(
-    joint: GraphModule, outputs: tuple[Tensor, ...], static: Sequence[int], title: str
-) -> tuple[GraphModule, tuple[Tensor, ...], GraphModule, tuple[int, ...]]:
-    """Forward, `outputs`, backward and what it saves, of a body.
-
-    Args:
-        joint: is changed.
-        outputs: fake values.
-        static: positions of inputs that are there for good.
-        title: of dumps.
-    """
-    driver.run_joint_passes(joint, title)
-    options = {"num_fwd_outputs": len(outputs), "static_lifetime_input_indices": [*static]}
-    forward, backward = partition(joint, (), **options)
-    driver.check_partition(forward, len(outputs))
-    return forward, outputs, backward, _saved(forward, backward, len(outputs))
+    driver.run_joint_passes(trace.gm, title)
+    forward, backward = partition(trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=static)
+    driver.check_partition(forward, len(values))
+    return Body(forward, values, backward, _saved(forward, backward, len(values)), taken, grads)
 
 
 def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:
@@ -139,7 +124,7 @@ def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[i
     if any(is_tangent(node) != (place >= count) for place, node in enumerate(taken)):
         raise _Refused("their backward reads what their forward does not save")
     own = [node for node in dict.fromkeys(results[outputs:]) if node not in inputs and node not in results[:outputs]]
-    next(iter(forward.graph.find_nodes(op="output"))).args = ((*results[:outputs], *own),)
+    output_node(forward.graph).args = ((*results[:outputs], *own),)
     places = {node: place for place, node in enumerate((*inputs, *results[:outputs], *own))}
     return tuple(places[node] for node in results[outputs:])
 

@@ -206,7 +206,6 @@ class _Expansion:
         self._input_of = {id(value): node for node, value in zip(self._placeholders, inputs, strict=True)}
         self._added: dict[Node, tuple[int, tuple[str, int]]] = {}  # where it is first used, where it is found
         self._bodies: dict[object, _Body] = {}
-        self._traced: set[str] = set()  # marks of blocks whose reads Dynamo guards
         self._twins = 0
 
     def run(self) -> Expanded:
@@ -234,7 +233,6 @@ class _Expansion:
                 asked[node.meta["example_value"].shape[1]] = at
             elif is_call(node, END) and (exemplar := node.args[1]):
                 body = self._bodies[exemplar] = _body(scope, nodes[asked[exemplar] : at + 1])
-                self._traced.add(body.mark)
                 if of := nodes[asked[exemplar]].meta["example_value"].shape[2]:
                     self._compare(self._bodies[of], body)
             elif is_call(node, TWIN):
@@ -303,9 +301,13 @@ class _Expansion:
             self._placeholders.append(node)
             self._inputs.append(mine)
             self._added[node] = at, place
-        elif node not in self._added and mine is not theirs and place[0] not in self._traced:
+        elif node not in self._added and mine is not theirs and not self._is_traced(place[0]):
             raise _NotAlike("what a block has is read elsewhere too")  # nothing would guard that it stays so
         return node
+
+    def _is_traced(self, mark: str) -> bool:
+        """Whether Dynamo has traced a block, and guards what it reads."""
+        return any(body.mark == mark for body in self._bodies.values())
 
 
 def _body(scope: _Scope, nodes: Sequence[Node]) -> _Body:

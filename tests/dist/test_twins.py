@@ -1,4 +1,4 @@
-"""Dynamo traces one of blocks that are alike, and all of those that are not: with the results of eager FSDP2."""
+"""Dynamo traces two of blocks that are alike, and all of those that are not: with the results of eager FSDP2."""
 
 from __future__ import annotations
 
