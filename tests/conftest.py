@@ -15,6 +15,7 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu runs without it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 os.environ.setdefault("GRAPHSHARD_VERIFY", "2")  # every invariant after every pass
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each process tries out what the processor can do
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # else each rank starts processes that would compile Triton kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

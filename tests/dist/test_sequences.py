@@ -256,4 +256,4 @@ def test_eager_forward_between_forward_and_backward(two_ranks: WorkerPool, engin
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sequences_have_the_plain_models_numbers(two_ranks: WorkerPool, seed: int) -> None:
-    two_ranks.run(play, seed, 40)
+    two_ranks.run(play, seed, 30)

@@ -116,9 +116,9 @@ def same_on_all(rank: int, step: int) -> tuple[int, ...]:
     return ((0, 1, 2), (0,), (0, 2), (0,), (0,), (0,), (0, 1, 2), (1,))[step]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
-def test_experts_that_all_ranks_stop_using_get_no_gradient(two_ranks: WorkerPool, late: bool) -> None:
-    two_ranks.run(impatient, same_on_all, 8, late)
+@pytest.mark.parametrize(("steps", "late"), [(8, False), (4, True)], ids=["in time", "late"])
+def test_experts_that_all_ranks_stop_using_get_no_gradient(two_ranks: WorkerPool, steps: int, late: bool) -> None:
+    two_ranks.run(impatient, same_on_all, steps, late)
 
 
 def more_and_more(rank: int, step: int) -> tuple[int, ...]:
