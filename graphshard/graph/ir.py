@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -221,12 +222,18 @@ def collective(node: Node) -> Collective | None:
 
 def may_view(node: Node) -> bool:
     """Whether the result of `node` may share memory with an argument."""
-    if node.op != "call_function":
-        return False
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return (
-        node.target in _SILENT_VIEWS or node.target is operator.getitem or any(result.alias_info for result in returns)
-    )
+    return node.op == "call_function" and _may_return_view(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _may_return_view(target: Any) -> bool:
+    return target in _SILENT_VIEWS or target is operator.getitem or declares_view(target)
+
+
+@lru_cache(maxsize=4096)
+def declares_view(target: Any) -> bool:
+    """Whether an operator's schema says that results share memory with arguments."""
+    return any(result.alias_info for result in getattr(getattr(target, "_schema", None), "returns", ()))
 
 
 def is_tangent(node: Node) -> bool:

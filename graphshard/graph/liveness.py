@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from graphshard.compat.tensors import size_hint
 from graphshard.cost.traffic import UNBACKED_SIZE
-from graphshard.graph.ir import WAIT, PassContext, is_call, launches, may_view, val, waits_of
+from graphshard.graph.ir import WAIT, PassContext, declares_view, is_call, launches, may_view, val, waits_of
 
 
 class Allocation(NamedTuple):
@@ -53,8 +53,7 @@ def _is_view(node: Node, source: Node) -> bool:
     if not may_view(node):
         return False
     value, whole = node.meta.get("val"), source.meta.get("val")
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    if any(result.alias_info for result in returns) or not isinstance(value, Tensor) or not isinstance(whole, Tensor):
+    if declares_view(node.target) or not isinstance(value, Tensor) or not isinstance(whole, Tensor):
         return True
     try:  # a reshape
         with torch.no_grad():
@@ -69,15 +68,18 @@ def bytes_of(allocation: Allocation) -> int:
     return size_hint(value_of(val(allocation.node), allocation.place).untyped_storage().nbytes(), UNBACKED_SIZE)
 
 
-def live_ranges(graph: Graph, stays: Callable[[Node], bool]) -> dict[Allocation, tuple[int, int]]:
+def live_ranges(
+    graph: Graph, stays: Callable[[Node], bool], allocations: dict[Node, list[Allocation]] | None = None
+) -> dict[Allocation, tuple[int, int]]:
     """The live range of each allocation: the places in the graph from which and to which it is there.
 
     Args:
         graph: with collectives, markers, or neither. A collective reads its input until it is awaited.
         stays: whether an argument is there to the end, because the caller holds it.
+        allocations: of the graph, where they are known.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    allocations = allocations_of(graph)
+    allocations = allocations_of(graph) if allocations is None else allocations
     last = len(place) - 1
     end: dict[Allocation, int] = {}
     for node, found in allocations.items():

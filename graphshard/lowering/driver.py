@@ -106,12 +106,9 @@ def check_partition(forward: GraphModule, num_results: int) -> None:
         verify.check_reshard(forward.graph, num_results)
 
 
-def with_seams(gm: GraphModule, ctx: PassContext) -> Graph:
-    """A copy of a marked graph with the seams of its programs, if they get some."""
-    graph = copy_graph(gm)
-    if OUTLINE.name not in env.disabled_passes(OPTIONAL) and (edit := OUTLINE.decide(graph, ctx)):
-        OUTLINE.apply(graph, edit)
-    return graph
+def mark_seams(gm: GraphModule, ctx: PassContext, title: str) -> None:
+    """Runs `OUTLINE` on a marked graph, in place: all of its programs have these seams, if there are some."""
+    _run(gm.graph, (OUTLINE,), ctx, title)
 
 
 @without_collection()

@@ -60,7 +60,7 @@ class ProgramMemory:
         }
         held, partial = held_by_caller(self._ctx), {PARTIAL + name for name in self._ctx.flags.partial}
         # Nothing reads a partial gradient yet: the collective that adds it may be awaited last.
-        found = live_ranges(self._graph, lambda node: held(node) or node.name in partial)
+        found = live_ranges(self._graph, lambda node: held(node) or node.name in partial, self._allocations)
         return {
             allocation: live_range
             for allocation, live_range in found.items()

@@ -143,9 +143,10 @@ class RegionLowering:
         return self._bodies is not None and self._planner is not None and self._planner.chooses
 
     def _outlined(self, direction: Direction, gm: GraphModule, binding: Binding) -> tuple[Graph, PassContext]:
-        """A graph that gathers and reduces everything, with the seams that its programs will have, and its context."""
+        """A graph that gathers and reduces everything, which gets the seams of its programs, and its context."""
         ctx = replace(self._usual_context(direction, gm, binding), outlines=self._outlines)
-        return driver.with_seams(gm, ctx), ctx
+        driver.mark_seams(gm, ctx, f"{self.runtime.context.name}.region{self.number}.{direction}")
+        return gm.graph, ctx
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""

@@ -254,6 +254,5 @@ def test_eager_forward_between_forward_and_backward(two_ranks: WorkerPool, engin
     two_ranks.run(forward_then_eager_then_backward, engine)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_sequences_have_the_plain_models_numbers(two_ranks: WorkerPool, seed: int) -> None:
-    two_ranks.run(play, seed, 30)
+def test_random_sequences_have_the_plain_models_numbers(two_ranks: WorkerPool) -> None:
+    two_ranks.run(play, 0, 50)

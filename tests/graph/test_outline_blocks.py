@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
-from graphshard.graph.ir import is_marker
-from graphshard.lowering.driver import with_seams
+from graphshard.graph.ir import Flags, is_marker
+from graphshard.lowering.driver import lower, mark_seams
 from graphshard.passes import outline_blocks
 from graphshard.planner import Problem
 from graphshard.planning.extraction import Scene, extract_problem
@@ -43,15 +43,20 @@ def test_seams_come_at_the_same_place_of_each_block(which: str) -> None:
     assert len({*map(tuple, kinds)}) <= 2
 
 
-def test_copy_with_seams_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_have_the_seams_of_their_marked_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seams(graph: Graph) -> list[str]:
+        return [node.name for node in graph.nodes if node.meta.get("seam")]
+
     marked = toy_forward(toy_weights(BLOCKS))
     ctx = replace(marked.ctx, outlines=True)
-    copy = with_seams(marked.gm, ctx)
-    names = [node.name for node in copy.nodes if node.meta.get("seam")]
-    assert names == [node.name for node in computed(outlined("forward")) if node.meta.get("seam")]
-    assert not any("seam" in node.meta for node in marked.graph.nodes)
     monkeypatch.setenv("GRAPHSHARD_DISABLE", "outline_blocks")
-    assert not any("seam" in node.meta for node in with_seams(marked.gm, ctx).nodes)
+    mark_seams(marked.gm, ctx, "test")
+    assert not seams(marked.graph)
+    monkeypatch.delenv("GRAPHSHARD_DISABLE")
+    mark_seams(marked.gm, ctx, "test")
+    assert seams(marked.graph) == seams(outlined("forward").graph)
+    program = lower(marked.gm, replace(ctx, flags=Flags(resident=tuple(ctx.params))), "test")
+    assert seams(program.gm.graph) == seams(marked.graph)
 
 
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:
@@ -68,13 +73,13 @@ def test_ops_of_a_problem_begin_at_seams_in_blocks(which: str) -> None:
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_stored_ops_are_read_again_with_seams_and_without(which: str) -> None:
-    with_seams = outlined(which)
+    seamed = outlined(which)
     without = (toy_forward if which == "forward" else toy_backward)(toy_weights(BLOCKS))
 
     def problem(marked: Marked, stored: Problem | None = None) -> Problem:
         cuts = None if stored is None else frozenset(stored.ops)
         return extract_problem(marked.graph, marked.ctx, SCENE, cuts, exact=stored is not None)
 
-    for stored, other in ((with_seams, without), (without, with_seams)):
+    for stored, other in ((seamed, without), (without, seamed)):
         want = problem(stored)
         assert problem(other, want) == want
