@@ -14,7 +14,7 @@ from graphshard.planner.candidates import ScheduledCandidate
 from graphshard.planner.polish import is_small, polished
 from graphshard.planner.problem import Problem
 from graphshard.planner.schedule import Schedule
-from graphshard.planner.search import searched, searched_by_blocks
+from graphshard.planner.search import is_comparison, searched, searched_by_blocks
 from graphshard.planner.simulator import Simulation, simulate
 
 # Of the candidates that are as good as the best, so many are simulated.
@@ -78,7 +78,7 @@ def best_schedule(
             known.peak_bytes,
         ):
             found["search"], simulations["search"], best_found = schedule, simulation, candidate
-    if best_found is not None:
+    if best_found is not None and not is_comparison(trials):
         safer = search.safer(best_found).schedule()
         if safer != found["search"]:
             found["search"], simulations["search"] = safer, simulate(problem, safer)

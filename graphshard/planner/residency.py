@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, best_schedule
+from graphshard.planner.coarse import coarsened
 from graphshard.planner.costs import most_gathered_bytes
 from graphshard.planner.memory_floor import least_memory
 from graphshard.planner.problem import Problem
@@ -14,6 +15,8 @@ from graphshard.planner.problem import Problem
 _WORTH = 0.001
 # So much of a search is enough to compare.
 _TRIALS = 12
+# Where more units may stay, what each saves matters less, and coarser problems are enough to compare.
+_FEW = 8
 
 
 def with_residency(forward: Problem, backward: Problem, units: frozenset[str]) -> tuple[Problem, Problem]:
@@ -52,12 +55,13 @@ def choose_residency(forward: Problem, backward: Problem, budget_bytes: int) -> 
             low = most
         else:
             high = most - 1
-    best, best_us = 0, _step_us(forward, backward, budget_bytes)
+    coarse = low > _FEW
+    best, best_us = 0, _step_us(forward, backward, budget_bytes, coarse)
     tried = sorted({low, low // 2, low // 4, low // 8, min(low, 1)} - {0})
     for count in tried:
         problems = with_residency(forward, backward, frozenset(order[:count]))
         most_us = best_us * (1.0 - _WORTH)
-        if sum(map(lower_bound_us, problems)) < most_us and (us := _step_us(*problems, budget_bytes)) < most_us:
+        if sum(map(lower_bound_us, problems)) < most_us and (us := _step_us(*problems, budget_bytes, coarse)) < most_us:
             best, best_us = count, us
     return frozenset(order[:best])
 
@@ -80,10 +84,11 @@ def _fits(forward: Problem, backward: Problem, budget_bytes: int) -> bool:
     return least_memory(forward, budget_bytes).fits and least_memory(backward, budget_bytes).fits
 
 
-def _step_us(forward: Problem, backward: Problem, budget_bytes: int) -> float:
+def _step_us(forward: Problem, backward: Problem, budget_bytes: int, coarse: bool) -> float:
     """Infinite: one of the two does not fit."""
+    problems = [coarsened(problem).problem if coarse else problem for problem in (forward, backward)]
     try:
-        choices = [best_schedule(problem, budget_bytes, trials=_TRIALS) for problem in (forward, backward)]
+        choices = [best_schedule(problem, budget_bytes, trials=_TRIALS) for problem in problems]
     except BudgetTooSmall:
         return float("inf")
     return sum(choice.simulation.step_us for choice in choices)

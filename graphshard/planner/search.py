@@ -43,6 +43,7 @@ _COARSE = 6
 _PLAIN = (1, 4, 8)
 # What is found for few blocks is compared with what a coarser problem gives if it is farther than this from the bound.
 _NEAR_BOUND = 1.02
+_COMPARISON = 12
 # What is as fast as the fastest.
 _SAME = 1.001
 
@@ -137,9 +138,14 @@ def searched_by_blocks(problem: Problem, budget_bytes: float, trials: int = 240)
             other.space.positions_scheduled += found.space.positions_scheduled
         if found is None or found.best is None or (other.best and other.best.step_us <= found.best.step_us):
             found = other
-    if found.best is not None:
+    if found.best is not None and not is_comparison(trials):
         _tune_priorities(found)
     return found
+
+
+def is_comparison(trials: int) -> bool:
+    """Whether so few trials are only to compare problems: what makes a schedule a little better is not tried."""
+    return trials <= _COMPARISON
 
 
 def _by_blocks(problem: Problem, blocks: RepeatedBlocks, budget_bytes: float, trials: int) -> Search:
