@@ -5,7 +5,8 @@ Such a graph has Dynamo's fake values (``meta["example_value"]``), and is not fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -35,7 +36,7 @@ class Block:
         nodes: in order.
         inputs: what they read of others.
         outputs: those that others read.
-        passed: inputs that need a gradient and are read behind the block, too.
+        passed: inputs that get a gradient from what reads them behind the block, too.
     """
 
     nodes: tuple[Node, ...]
@@ -92,19 +93,19 @@ class _Name(str):
 
 
 def find_blocks(graph: Graph) -> list[list[Block]]:
-    """Groups of equal blocks; no two blocks share a node. None is where modes are not what they are around the graph:
-    gradients switched off, autocast.
+    """Groups of equal blocks; no two blocks share a node. None begins or ends where modes are not what they are around
+    the graph: gradients switched off, autocast.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     number = {node: place for place, node in enumerate(nodes)}
-    fit = _fit(nodes)
+    fit, edges = _fit(nodes)
     # What does not fit equals nothing.
     items = [_item(node) if node in fit else number[node] for node in nodes]
     found = []
     for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
         if sum(map(_size, nodes[repeat.first : repeat.first + repeat.period])) < _LEAST_NODES:
             continue
-        parts = _cut(nodes, number, items, repeat)
+        parts = _cut(nodes, number, items, edges, repeat)
         equal: dict[tuple[str, ...], list[Block]] = {}
         for block in (_block(part, number) for part in parts):
             if block is not None:
@@ -113,30 +114,35 @@ def find_blocks(graph: Graph) -> list[list[Block]]:
     return found
 
 
-def _fit(nodes: Sequence[Node]) -> set[Node]:
-    """Nodes that may be in a block."""
+def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
+    """Nodes that may be in a block, and places before which one may begin or end."""
     found: set[Node] = set()
+    edges: set[int] = set()
     grad = ambient = torch.is_grad_enabled()
     depth = 0
-    for node in nodes:
+    for place, node in enumerate(nodes):
+        if grad == ambient and depth == 0:
+            edges.add(place)
         value = value_of_captured(node)
         if (enabled := sets_grad_mode(node)) is not None:
             grad = enabled
+            found.add(node)
         elif (change := changes_autocast(node)) is not None:
             depth += change
+            found.add(node)
         elif node.op == "get_attr":
             if isinstance(_attribute(node), GraphModule):
                 found.add(node)
         elif node.op in ("call_function", "call_method"):
-            if not isinstance(value, (Tensor, tuple, list, *_SIZES)):
+            if not isinstance(value, (Tensor, tuple, list, *_SIZES)) and node.target is not operator.setitem:
                 break  # it may set anything
-            if grad == ambient and depth == 0 and not any(is_wrapper(part) for part in _parts(value)):
+            if not any(is_wrapper(part) for part in _parts(value)):
                 found.add(node)
-    return found
+    return found, edges
 
 
 def _cut(
-    nodes: Sequence[Node], number: Mapping[Node, int], items: Sequence[object], repeat: Repeat
+    nodes: Sequence[Node], number: Mapping[Node, int], items: Sequence[object], edges: Set[int], repeat: Repeat
 ) -> Iterator[Sequence[Node]]:
     """Blocks of a repeat, cut where the fewest values go from one to the next."""
     first, period, end = repeat.first, repeat.period, repeat.end
@@ -147,9 +153,13 @@ def _cut(
         last = max(map(number.__getitem__, nodes[place].users), default=place)
         for across in range(place + 1, min(last, place + period) + 1):
             crossing[(across - first) % period] += 1
-    shift = min(range(period), key=lambda place: (crossing[place], place))
+    shifts = [shift for shift in range(period) if first + shift in edges]
+    if not shifts:
+        return
+    shift = min(shifts, key=lambda shift: (crossing[shift], shift))
     for begin in range(first + shift, end - period + 1, period):
-        yield nodes[begin : begin + period]
+        if {begin, begin + period} <= edges:
+            yield nodes[begin : begin + period]
 
 
 def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
@@ -160,9 +170,14 @@ def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
     values = [value_of_captured(node) for node in (*inputs, *outputs)]
     if not all(isinstance(value, (Tensor, *_SIZES)) for value in values):
         return None
-    again = (node for node in inputs if any(number[user] > last for user in node.users))
+    again = (node for node in inputs if any(number[user] > last and _brings_gradient(user) for user in node.users))
     passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))
     return Block(tuple(nodes), inputs, outputs, tuple(passed))
+
+
+def _brings_gradient(user: Node) -> bool:
+    """Whether what a node reads may get a gradient from it."""
+    return user.op == "output" or any(getattr(v, "requires_grad", False) for v in _parts(value_of_captured(user)))
 
 
 def _size(node: Node) -> int:

@@ -57,8 +57,23 @@ def checkpointed(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
     return out
 
 
+def in_other_modes(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    """As of a model that does some of each block in other modes."""
+    with torch.no_grad():
+        scale = first.abs().mean(-1, keepdim=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out: Tensor = layer(x)
+    return out.float() * scale
+
+
 def written(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
     out: Tensor = layer(x).mul_(2)
+    return out
+
+
+def written_in_part(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    out: Tensor = layer(x)
+    out[:, 1:] = out[:, 1:] * 2
     return out
 
 
@@ -131,7 +146,10 @@ class _Partitioner(CustomPartitionerFn):
         return "test"
 
 
-@pytest.mark.parametrize(("step", "calls"), [(plain, 6), (skip, 4), (checkpointed, 6), (written, 6)])
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [(plain, 6), (skip, 4), (checkpointed, 6), (written, 6), (in_other_modes, 5), (written_in_part, 6)],
+)
 def test_results_and_gradients_are_those_of_blocks_traced_one_by_one(
     step: Step, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +166,7 @@ def test_results_and_gradients_are_those_of_blocks_traced_one_by_one(
         found.append((traced.saved_bytes(), [x.grad, *(p.grad for p in model.parameters())]))
     (saved_bytes, grads), (want_bytes, want_grads) = found
     # What several blocks compute of one value alike is one node where they are traced one by one, and saved once.
-    assert saved_bytes <= (1.05 if step is skip else 1.0) * want_bytes
+    assert saved_bytes <= (1.05 if step in (skip, in_other_modes) else 1.0) * want_bytes
     for grad, want in zip(grads, want_grads, strict=True):
         assert torch.equal(grad, want)
 
