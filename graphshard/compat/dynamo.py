@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
@@ -22,6 +24,14 @@ from graphshard.compat.inductor import copy_graph
 from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
+
+
+def guarded_hooks() -> AbstractContextManager[Any]:
+    """Inside, what is captured looks whether modules have other hooks; without, only where they had some. Frames around
+    modules, behind graph breaks, would else be the same for modules with hooks and without.
+    """
+    context: AbstractContextManager[Any] = dynamo_config.patch(skip_nnmodule_hook_guards=False)
+    return context
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

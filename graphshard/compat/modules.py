@@ -21,3 +21,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
     forward, backward = module._forward_hooks, module._backward_hooks
     for hooks in (module._forward_pre_hooks, forward, module._backward_pre_hooks, backward):
         yield from hooks.items()
+
+
+def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of a module's children, as it stays when they are replaced."""
+    return module._modules

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch
@@ -13,8 +17,9 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.capture.twins import Twins
-from graphshard.compat.dynamo import BackendCompilerFailed
+from graphshard.compat.dynamo import BackendCompilerFailed, guarded_hooks
 from graphshard.compat.interpreter import with_room
+from graphshard.compat.modules import child_modules
 from graphshard.errors import RanksDiffer
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
@@ -53,18 +58,35 @@ class EntryPoints:
         self._twins = twins
         self._options = options
         self._backend = backend
-        self._modules = list(model.modules())
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._tables: list[dict[str, nn.Module | None]] = []
+        self._children: list[nn.Module | None] = []
         self._hook_keys: list[int] = []
+        self._has_hooks = False
         self._kinds: dict[int, object] = {}  # by module
         self._functions: dict[object, Callable[..., Any]] = {}
         self.outer: frozenset[int] = frozenset()
 
     def refresh(self) -> None:
-        """Looks which hooks there are now, and which blocks are alike: both are part of what is compiled."""
+        """Looks which modules and hooks there are now, and which blocks are alike: all are part of what is compiled."""
+        children = self._children_now()
+        if not self._modules or len(children) != len(self._children) or any(map(is_not, children, self._children)):
+            self._modules = list(self._model.modules())
+            self._tables = [child_modules(module) for module in self._modules]
+            self._children = self._children_now()
         if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._kinds.clear()
+        if keys and not self._has_hooks:
+            # What was compiled until now does not look at hooks: another backend is not served by it.
+            self._has_hooks = True
+            self._backend = partial(self._backend)
+            self._functions.clear()
         self._twins.refresh(changed)
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, self._tables))]
 
     def call(
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -78,16 +100,17 @@ class EntryPoints:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
         try:
-            if (function := self._functions.get((kind, method))) is not None:
-                return function(module, args, kwargs)
-            body = marked_classes.own_call if method is None else method.body
-            function = self._functions[kind, method] = torch.compile(
-                marked_classes.entry_point(type(module), body),
-                backend=self._backend,
-                fullgraph=self._options.fullgraph,
-                dynamic=self._options.dynamic,
-            )
-            return with_room(function, module, args, kwargs)
+            with guarded_hooks() if self._has_hooks else nullcontext():
+                if (function := self._functions.get((kind, method))) is not None:
+                    return function(module, args, kwargs)
+                body = marked_classes.own_call if method is None else method.body
+                function = self._functions[kind, method] = torch.compile(
+                    marked_classes.entry_point(type(module), body),
+                    backend=self._backend,
+                    fullgraph=self._options.fullgraph,
+                    dynamic=self._options.dynamic,
+                )
+                return with_room(function, module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
                 raise error.inner_exception from None

@@ -48,6 +48,58 @@ def test_hooks_on_some_of_equal_blocks(run: TrainingRun, regions: str) -> None:
         model.zero_grad()
 
 
+class Helped(nn.Module):
+    """Calls its layers in a function of its own, which is a frame behind a graph break."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = layer(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.children():
+            x = self.through(layer, x)
+        return x
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@training_test(tolerance=BITWISE)
+def test_backward_hook_on_one_block_that_a_function_calls(run: TrainingRun, at_once: bool) -> None:
+    build = Helped(models.mlps(4))
+    model = run.shard(build, units=[f"layers.{number}" for number in range(4)])
+    for index in range(3):
+        if index == (0 if at_once else 1):
+            model.layers[2].register_full_backward_hook(halve)
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+class Acting(nn.Sequential):
+    """Ends in what is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(models.DIM, models.DIM), nn.ReLU())
+
+
+@training_test(tolerance=BITWISE)
+def test_hook_on_a_child_that_replaced_another(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(*(Acting() for _ in range(3))), units=["0", "1", "2"])
+    for index in range(3):
+        if index == 1:
+            model[1][1] = nn.Tanh()
+        if index == 2:
+            model[1][1].register_forward_hook(lambda _, inputs, output: output * 2)
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
 def twice_of_linear(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
     return output * 2 if isinstance(module, nn.Linear) else None
 

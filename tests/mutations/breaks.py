@@ -30,8 +30,8 @@ MUTATIONS = (
     Mutation(
         "a block that changes objects stands for its twins",
         "graphshard/graph/twin_calls.py",
-        " and exemplar.before == before",
-        "",
+        "(exemplar.brought, exemplar.before) != (brought, before)",
+        "exemplar.brought != brought",
         ("tests/dist/test_twins.py", "-k", "counting or item"),
     ),
     Mutation(
