@@ -71,8 +71,9 @@ class ProgramSelection:
         undefined: frozenset[str] = frozenset(),
         inputs_only: bool = False,
         late: bool = True,
+        forward: Binding | None = None,
     ) -> Program:
-        """The program for one state of a call; lowered when it is missing."""
+        """The program for one state of a call; lowered when it is missing. `forward`: of a backward, its forward's."""
         key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
@@ -82,7 +83,9 @@ class ProgramSelection:
                 names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only
             )
             state = state_text(binding, states, graph.direction == "backward")
-            program = self._programs[key] = self._lowering.lower(graph, binding, convention, state, late)
+            program = self._programs[key] = self._lowering.lower(
+                graph, binding, convention, state, late, forward=forward
+            )
         return program
 
     def before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
@@ -112,8 +115,9 @@ class ProgramSelection:
             behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
         states = backward_states(runtime.holdings, graph.reduced, binding, asked, dead, split, behind)
         if runtime.context.planning is not None and not all(unit.reduce_grads for unit in binding.units):
-            states = self._with_accumulation(graph, binding, states, split)
-        program = self.program(graph, binding, states, undefined if dead else frozenset(), asked.inputs_only)
+            states = self._with_accumulation(graph, binding, states, split, asked.forward)
+        undefined = undefined if dead else frozenset()
+        program = self.program(graph, binding, states, undefined, asked.inputs_only, forward=asked.forward)
         return SelectedBackward(binding, states, program, behind, split, split - asked.units_again)
 
     def behind_backward(self, selected: SelectedBackward) -> None:
@@ -126,10 +130,15 @@ class ProgramSelection:
             holdings.reductions.end_split(selected.ended)
 
     def _with_accumulation(
-        self, graph: MarkedGraph, binding: Binding, states: list[UnitState], split: frozenset[Unit]
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        states: list[UnitState],
+        split: frozenset[Unit],
+        forward: Binding | None,
     ) -> list[UnitState]:
         """Reduces gradients that were to stay unreduced, if they would not fit the memory budget."""
-        why = self._lowering.accumulates_sharded(graph, binding)
+        why = self._lowering.accumulates_sharded(graph, binding, forward)
         if not why:
             return states
         self._lowering.runtime.context.report.note_once(

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -85,6 +86,7 @@ class RegionLowering:
         self._bodies = bodies
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self.structure = ""
+        self._structures: dict[object, str] = {}
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
         self.leader: int | None = None
         self._expects = True  # that the leader decides what this rank would
@@ -122,6 +124,14 @@ class RegionLowering:
         if kept is not None:
             holdings.residency.decide({unit: unit.name in kept for unit in binding.units})
 
+    def structure_for(self, forward: Binding) -> str:
+        """The structure of a forward: parts of a unit that are equal share the region here, but not on all ranks."""
+        if not forward.parts:
+            return self.structure
+        if (found := self._structures.get(forward.grouping)) is None:
+            found = self._structures[forward.grouping] = self.structure_of(forward)
+        return found
+
     def settled(
         self,
         what: str,
@@ -129,13 +139,17 @@ class RegionLowering:
         decide: Callable[[], str],
         state: str = "",
         meanwhile: Callable[[], None] | None = None,
+        forward: Binding | None = None,
     ) -> str:
-        """What all ranks do for this region, as one of them decides it; see `Consensus.settle`."""
+        """What all ranks do for this region, as one of them decides it; see `Consensus.settle`. `forward`: the shards
+        of its forward, where they are not those of `binding`.
+        """
         consensus, names = self.runtime.context.consensus, [unit.name or "root" for unit in ordered_units(binding)]
         shown = f"{what} of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         if flags := shown_state(state):
             shown = f"{shown} [{flags}]"
-        return consensus.settle(program_key(what, self.structure, state), shown, decide, self.leader, meanwhile)
+        key = program_key(what, self.structure_for(forward or binding), state)
+        return consensus.settle(key, shown, decide, self.leader, meanwhile)
 
     @property
     def _outlines(self) -> bool:
@@ -187,6 +201,7 @@ class RegionLowering:
         late: bool,
         contract: Contract | None = None,
         held_bytes: int = 0,
+        forward: Binding | None = None,
     ) -> Program:
         """Makes a program.
 
@@ -198,6 +213,7 @@ class RegionLowering:
             late: whether the compilation of the region is over.
             contract: that it realises; None: it is asked for, or made.
             held_bytes: that are held for other programs while it runs.
+            forward: of a backward, the shards of its forward.
         """
         context, flags = self.runtime.context, convention.flags
         with compiling(context.name, f"the {graph.direction} of region {self.number}"):
@@ -211,7 +227,7 @@ class RegionLowering:
                 found = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
                 lowered, decision = found
             else:
-                lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state)
+                lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state, forward)
             start = time.perf_counter()
             run = self._compile(graph, lowered, late)
             record = ProgramRecord(
@@ -253,7 +269,14 @@ class RegionLowering:
         return run
 
     def _lower_as_agreed(
-        self, graph: MarkedGraph, binding: Binding, ctx: PassContext, title: str, named: str, state: str
+        self,
+        graph: MarkedGraph,
+        binding: Binding,
+        ctx: PassContext,
+        title: str,
+        named: str,
+        state: str,
+        forward: Binding | None,
     ) -> tuple[Lowered, Decision | None, Contract | None]:
         """The program whose collectives are those of its contract: of this rank's making, or of another's."""
         made: list[tuple[Lowered, Decision | None]] = []
@@ -278,9 +301,9 @@ class RegionLowering:
         what = f"{graph.direction} {graph.part}".rstrip()
         # Most often ranks are alike, and decide the same: then nothing is left to do when the decision comes, and their
         # programs are equal, so that they share what is compiled.
-        text = self.settled(what, binding, decide, state, expect if self._expects else None)
+        text = self.settled(what, binding, decide, state, expect if self._expects else None, forward)
         contract = Contract.parse(text)
-        self.runtime.follower.learn(self.structure, graph.direction, contract)
+        self.runtime.follower.learn(self.structure_for(forward or binding), graph.direction, contract)
         if expected and expected != text:
             self._expects = False
             made.clear()
@@ -292,13 +315,14 @@ class RegionLowering:
             made.append(lower_within_budget(graph.gm, ctx, title, planner, named, contract))
         return *made[0], contract
 
-    def accumulates_sharded(self, graph: MarkedGraph, binding: Binding) -> str:
+    def accumulates_sharded(self, graph: MarkedGraph, binding: Binding, forward: Binding | None) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not."""
         planner = self._planner
         if planner is None or not planner.budget_is_asked:
             return ""
         ctx = self._usual_context("backward", graph.gm, binding)
-        return self.settled("accumulation", binding, lambda: planner.accumulates_sharded(graph.gm.graph, ctx))
+        decide = partial(planner.accumulates_sharded, graph.gm.graph, ctx)
+        return self.settled("accumulation", binding, decide, forward=forward)
 
 
 def _inputs(graph: MarkedGraph, lowered: GraphModule) -> list[Any]:

@@ -71,6 +71,7 @@ class BackwardRequest:
         units_again: split units (see `SplitUnits`) of which that is so.
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
         role: of the call.
+        forward: its shards.
     """
 
     entry: Entry = Entry()
@@ -79,6 +80,7 @@ class BackwardRequest:
     units_again: frozenset[Unit] = field(default_factory=frozenset)
     inputs_only: bool = False
     role: Role | None = None
+    forward: Binding | None = None
 
 
 class Calls:
@@ -135,6 +137,7 @@ class Calls:
             units_again,
             inputs_only,
             call.role,
+            binding,
         )
 
     def backward(self) -> BackwardRequest:

@@ -291,3 +291,54 @@ def test_experts_behind_a_router_that_breaks_the_graph_train_where_unused_ones_a
     two_ranks: WorkerPool,
 ) -> None:
     two_ranks.run(routed)
+
+
+class OneUnit(nn.Module):
+    """A block whose routing breaks the graph: graphs that serve several experts on one rank do not on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(kinds == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+
+
+class TwoUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = OneUnit(), OneUnit()
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, kinds), kinds.flip(0))
+        return out
+
+
+KINDS = {0: ((1, 1, 1, 1), (0, 1, 2, 2)), 1: ((1, 1, 1, 2), (2, 2, 0, 0))}
+
+
+def routed_inside_units() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = TwoUnits().double()
+    model: Any = graphshard.compile(
+        copy.deepcopy(plain), init_device_mesh("cpu", (world,)), units=["first", "second"], backend="aot_eager"
+    )
+    for step, kinds in enumerate(KINDS[rank]):
+        inputs = features(step, 4).double(), torch.tensor(kinds)
+        model(*inputs).square().mean().backward()
+        plain(*inputs).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            dist.all_reduce(parameter.grad)
+            got = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(got, parameter.grad / world, rtol=1e-12, atol=1e-15, msg=f"{name}, step {step}")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def test_experts_of_one_unit_get_other_numbers_of_rows_on_each_rank(two_ranks: WorkerPool) -> None:
+    two_ranks.run(routed_inside_units)
