@@ -96,13 +96,13 @@ class BlockState:
         sizes, objects, traits = self._noted
         try:
             same = sizes == self._watched.sizes() and all(map(operator.is_, objects, self._watched.objects()))
-        except (KeyError, ValueError):  # a name is gone, a cell is empty
+        except KeyError:  # a name is gone
             return False
         return same and traits == self._watched.traits()
 
     def common(self, out: Container[int]) -> object:
         """The scalars but those at `out`."""
-        return tuple((type(value), value) for at, (_, value) in enumerate(self.scalars) if at not in out)
+        return tuple(_scalar(value) for at, (_, value) in enumerate(self.scalars) if at not in out)
 
 
 @dataclasses.dataclass
@@ -143,7 +143,7 @@ class _Watched:
 
     def objects(self) -> Iterator[object]:
         read = map(operator.call, self.readers, self.tables)
-        cells = (cell.cell_contents for cell in self.cells)
+        cells = map(_content, self.cells)
         return chain(chain.from_iterable(chain(read, self.collections, map(_PARTS, self.functions))), cells)
 
     def traits(self) -> object:
@@ -219,7 +219,9 @@ class _Walk:
 
     def _see(self, value: Any) -> None:
         kind = type(value)
-        if kind in _SCALARS or kind in _PLAIN or isinstance(value, (Placement, DeviceMesh)):
+        if kind in _SCALARS:
+            self.found.append(_scalar(value))
+        elif kind in _PLAIN or isinstance(value, (Placement, DeviceMesh)):
             self.found.append((kind, value))
         elif isinstance(value, Tensor):
             self.holds_tensors = True
@@ -241,7 +243,7 @@ class _Walk:
             for item in value.values():
                 self._see(item)
         elif kind in (set, frozenset):
-            self.found.append((kind, frozenset(map(_hashable, value))))
+            self.found.append(_hashable(value))
             self.watched.collections.append(value)
         elif kind is partial:
             self._see((value.func, value.args, value.keywords))
@@ -268,7 +270,14 @@ class _Walk:
                 self.found.append(number)
                 return
         self.watched.cells.append(cell)
-        self._see(cell.cell_contents)
+        self._see(_content(cell))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return CellType
 
 
 def _is_record(value: object) -> bool:
@@ -282,11 +291,21 @@ def _has_slots(value: object) -> bool:
 
 
 def _traits(tensor: Tensor) -> tuple[object, ...]:
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+        return (_Same(tensor),)  # what else can be seen of it is not known here
+    own = [(name, _hashable(value)) for name, value in vars(tensor).items()]
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, *own
 
 
 def _hashable(key: Any) -> object:
-    return (type(key), key) if type(key) in _SCALARS else _Same(key)
+    if type(key) in (set, frozenset):
+        return type(key), frozenset(map(_hashable, key))
+    return _scalar(key) if type(key) in _SCALARS else _Same(key)
+
+
+def _scalar(value: Any) -> tuple[object, ...]:
+    """Equal for values of one type and text: 0.0 is not -0.0."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 def indices(states: Iterable[BlockState]) -> frozenset[int]:

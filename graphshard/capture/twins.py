@@ -77,13 +77,19 @@ class Twins:
         """Looks whether blocks have changed, and marks those that are alike."""
         if self._refused or not self.blocks:
             return
+        try:
+            self._look(hooks_changed)
+        except Exception as error:  # a call does not end because of what could have been faster
+            self.refuse(f"what they hold cannot be looked at ({type(error).__name__}: {error})")
+
+    def _look(self, hooks_changed: bool) -> None:
         if hooks_changed or not self._states:
             self._states = [BlockState(block) for block in self.blocks]
         elif all(state.is_current() for state in self._states):
             return
         else:
             self._states = [
-                state if state.is_current() else BlockState(block)
+                state if state.is_current() and not state.holds_tensors else BlockState(block)
                 for block, state in zip(self.blocks, self._states, strict=True)
             ]
         before = self._marks()

@@ -42,7 +42,8 @@ class Arguments:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         both = [*args, *self._twins.tensors_at(self._places)]
-        if len(set(map(id, both))) < len(both):  # Dynamo guards it, but for what twins have
+        tensors = [id(value) for value in both if isinstance(value, Tensor)]
+        if len(set(tensors)) < len(tensors):  # Dynamo guards it, but for what twins have
             raise RuntimeError(
                 "a tensor of a block is in another place of the model now, too, since the model was compiled. "
                 "GRAPHSHARD_TWINS=0 has every block traced"

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from twin_models import ALIKE, CHANGES, OTHER, Drawing, Stack
+from twin_changes import CHANGES
+from twin_models import ALIKE, OTHER, Drawing, Stack
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -62,6 +63,18 @@ def test_sizes_may_be_symbolic(run: TrainingRun, name: str) -> None:
     build, twins = ALIKE[name]
     train(run, model := build(), 3, inputs=models.growing_features)
     assert run.is_reference or twins_of(model) == 2 * twins
+
+
+def growing_to_a_square(index: int, rank: int) -> tuple[Tensor]:
+    """Two sizes that differ, until they do not."""
+    rows, columns = ((4, 8), (5, 9), (7, 7))[index]
+    return (torch.randn(rows, columns, models.DIM, generator=models.generator(index, rank)),)
+
+
+@training_test()
+def test_symbolic_sizes_may_be_equal(run: TrainingRun) -> None:
+    train(run, model := Stack(), 3, inputs=growing_to_a_square)
+    assert run.is_reference or twins_of(model) == 6
 
 
 @pytest.mark.parametrize(

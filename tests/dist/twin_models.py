@@ -1,8 +1,7 @@
-"""Models of blocks that are alike, that are not, and that may change; nothing here knows of graphshard."""
+"""Models of blocks that are alike, and of some that are not; nothing here knows of graphshard."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +125,34 @@ class Reusing(Stack):
         return x
 
 
+def signed_zero(number: int) -> nn.Module:
+    block = Signed(number)
+    block.zero = 0.0 if number < 3 else -0.0
+    return block
+
+
+class Signed(Block):
+    zero: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(0.5).copysign(torch.tensor(self.zero))
+
+
+class Importing(Block):
+    """Has a function whose cell is empty."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        try:
+            raise ImportError
+        except ImportError as error:
+            self.act = lambda x: torch.tanh(x) if number >= 0 else error  # noqa: F821
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(super().forward(x))
+        return out
+
+
 def wrapped() -> nn.Module:
     return Stack(lambda number: checkpoint_wrapper(Block(number)))
 
@@ -142,6 +169,7 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "used twice": (Twice, 7),
     "a model that changes itself": (Remembering, 3),
     "one tensor for two at first": (lambda: Reusing(Mixing), 2),
+    "zeros of two signs": (lambda: Stack(signed_zero), 1),
 }
 
 
@@ -301,6 +329,18 @@ def _next_number() -> int:
     return Drawing.drawn
 
 
+class Tagged(Block):
+    """A buffer says how it is read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("scale", torch.ones(models.DIM))
+        self.scale.times = 1.0 + number  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale * self.scale.times  # type: ignore[union-attr]
+
+
 OTHER: dict[str, Callable[[], nn.Module]] = {
     "numbers of their own": lambda: Stack(Numbered),
     "counting calls": lambda: Stack(Counting),
@@ -311,72 +351,6 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "filling a list that is new": Renewing,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
-}
-
-
-# -- not alike any more
-
-
-class Acting(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.act, self.scale = nn.Tanh(), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(super().forward(x)) * self.scale
-        return F.dropout(out, 0.2, self.training)
-
-
-class Shifted(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.register_buffer("shift", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out if self.shift is None else out + self.shift
-
-
-class Rotation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(models.DIM))
-
-
-class Rotating(Block):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.rotation = Rotation()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rotation.scale * super().forward(x)
-        return out
-
-
-def share_a_scale() -> nn.Module:
-    scale = torch.ones(models.DIM)
-    return Stack(lambda number: Scaled(number, scale))
-
-
-def halved(module: nn.Module, _: object, output: Tensor) -> Tensor:
-    return output / 2
-
-
-def replace_rotation(block: Any) -> None:
-    block.rotation = copy.deepcopy(block.rotation)
-    block.rotation.scale.fill_(0.5)
-
-
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
-    "frozen": (Stack, lambda block: block.requires_grad_(False)),
-    "for evaluation": (lambda: Stack(Acting), lambda block: block.eval()),
-    "hook": (Stack, lambda block: block.register_forward_hook(halved)),
-    "attribute": (lambda: Stack(Acting), lambda block: setattr(block, "scale", 0.5)),
-    "method": (lambda: Stack(Acting), lambda block: setattr(block.act, "forward", torch.sin)),
-    "module": (lambda: Stack(Acting), lambda block: setattr(block, "act", nn.Sigmoid())),
-    "class": (lambda: Stack(Acting), lambda block: setattr(block.act, "__class__", nn.Sigmoid)),
-    "buffer": (lambda: Stack(Scaled), lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
-    "shared buffer": (share_a_scale, lambda block: setattr(block, "scale", torch.full((models.DIM,), 0.5))),
-    "module with a buffer": (lambda: Stack(Rotating), replace_rotation),
-    "buffer where none was": (lambda: Stack(Shifted), lambda block: setattr(block, "shift", torch.ones(models.DIM))),
+    "what buffers say": lambda: Stack(Tagged),
+    "empty cells": lambda: Stack(Importing),
 }

@@ -248,3 +248,21 @@ def test_candidates_are_the_outermost_blocks_of_one_class() -> None:
     assert candidates(modules) == blocks
     linears = [linear for block in blocks for linear in block]
     assert candidates([module for module in modules if module not in blocks[1:]]) == linears
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_tensors_without_strides_are_like_no_others() -> None:
+    blocks: list[Any] = [Block() for _ in range(3)]
+    for block in blocks[1:]:
+        block.register_buffer("edges", torch.eye(4).to_sparse_csr())
+    assert BlockState(blocks[1]).structure == BlockState(blocks[1]).structure != BlockState(blocks[2]).structure
+
+
+def test_blocks_that_cannot_be_looked_at_are_like_no_others() -> None:
+    blocks: list[Any] = [Block() for _ in range(3)]
+    said: list[str] = []
+    twins = Twins(nn.ModuleList(blocks), blocks, said.append)
+    del vars(blocks[1])["_buffers"]
+    twins.refresh(False)
+    assert marks(blocks) == [""] * 3
+    assert said == ["blocks are captured one by one: what they hold cannot be looked at (KeyError: '_buffers')"]
