@@ -1,8 +1,9 @@
 """Finds equal blocks and the seams between and in them: planned launches and waits stay at seams, so that what is
 computed between two seams is the same in each block and is compiled once for all.
 
-Needs: a forward, backward or inference graph with markers; flags have been applied. Leaves: ``meta["seam"]`` on what
-blocks compute: whether the node begins a stretch.
+Needs: a forward, backward or inference graph with markers. A graph that is looked at before flags are known gets its
+seams then, and all of its programs have the same. Leaves: ``meta["seam"]`` on what blocks compute: whether the node
+begins a stretch.
 
     block, block, block, block   ->   (a, b, c), (a, b, c), (a, b, c), (a, b, c)
 
