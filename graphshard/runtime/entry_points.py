@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -63,7 +62,6 @@ class EntryPoints:
         self._tables: list[dict[str, nn.Module | None]] = []
         self._children: list[nn.Module | None] = []
         self._hook_keys: list[int] = []
-        self._has_hooks = False
         self._kinds: dict[int, object] = {}  # by module
         self._functions: dict[object, Callable[..., Any]] = {}
         self.outer: frozenset[int] = frozenset()
@@ -78,11 +76,6 @@ class EntryPoints:
         if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._kinds.clear()
-        if keys and not self._has_hooks:
-            # What was compiled until now does not look at hooks: another backend is not served by it.
-            self._has_hooks = True
-            self._backend = partial(self._backend)
-            self._functions.clear()
         self._twins.refresh(changed)
 
     def _children_now(self) -> list[nn.Module | None]:
@@ -100,7 +93,7 @@ class EntryPoints:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
         try:
-            with guarded_hooks() if self._has_hooks else nullcontext():
+            with guarded_hooks() if self._hook_keys else nullcontext():
                 if (function := self._functions.get((kind, method))) is not None:
                     return function(module, args, kwargs)
                 body = marked_classes.own_call if method is None else method.body

@@ -118,6 +118,13 @@ MUTATIONS = (
         "",
         ("tests/dist/test_user_code.py", "-k", "hook"),
     ),
+    Mutation(
+        "frames of users' functions do not look at hooks",
+        "graphshard/runtime/entry_points.py",
+        "guarded_hooks() if self._hook_keys else nullcontext()",
+        "nullcontext()",
+        ("tests/dist/test_user_code.py", "-k", "function_calls"),
+    ),
     # -- following
     Mutation(
         "what ranks hold of a leg before it is entered is gathered again",
