@@ -27,8 +27,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def guarded_hooks() -> AbstractContextManager[Any]:
-    """Inside, what is captured looks whether modules have other hooks; without, only where they had some. Frames around
-    modules, behind graph breaks, would else be the same for modules with hooks and without.
+    """Inside, what is captured looks whether modules have hooks where they had none: else frames around modules, behind
+    graph breaks, would be the same for modules with hooks and without.
     """
     context: AbstractContextManager[Any] = dynamo_config.patch(skip_nnmodule_hook_guards=False)
     return context

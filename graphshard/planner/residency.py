@@ -10,11 +10,10 @@ from graphshard.planner.coarse import coarsened
 from graphshard.planner.costs import most_gathered_bytes
 from graphshard.planner.memory_floor import least_memory
 from graphshard.planner.problem import Problem
+from graphshard.planner.search import COMPARISON_TRIALS
 
 # More units stay only where the step falls by more than this part.
 _WORTH = 0.001
-# So much of a search is enough to compare.
-_TRIALS = 12
 # Where more units may stay, what each saves matters less, and coarser problems are enough to compare.
 _FEW = 8
 
@@ -88,7 +87,7 @@ def _step_us(forward: Problem, backward: Problem, budget_bytes: int, coarse: boo
     """Infinite: one of the two does not fit."""
     problems = [coarsened(problem).problem if coarse else problem for problem in (forward, backward)]
     try:
-        choices = [best_schedule(problem, budget_bytes, trials=_TRIALS) for problem in problems]
+        choices = [best_schedule(problem, budget_bytes, trials=COMPARISON_TRIALS) for problem in problems]
     except BudgetTooSmall:
         return float("inf")
     return sum(choice.simulation.step_us for choice in choices)

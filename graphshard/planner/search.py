@@ -43,7 +43,8 @@ _COARSE = 6
 _PLAIN = (1, 4, 8)
 # What is found for few blocks is compared with what a coarser problem gives if it is farther than this from the bound.
 _NEAR_BOUND = 1.02
-_COMPARISON = 12
+# So many trials are enough to compare problems.
+COMPARISON_TRIALS = 12
 # What is as fast as the fastest.
 _SAME = 1.001
 
@@ -145,7 +146,7 @@ def searched_by_blocks(problem: Problem, budget_bytes: float, trials: int = 240)
 
 def is_comparison(trials: int) -> bool:
     """Whether so few trials are only to compare problems: what makes a schedule a little better is not tried."""
-    return trials <= _COMPARISON
+    return trials <= COMPARISON_TRIALS
 
 
 def _by_blocks(problem: Problem, blocks: RepeatedBlocks, budget_bytes: float, trials: int) -> Search:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_not
@@ -93,7 +92,7 @@ class EntryPoints:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
         try:
-            with guarded_hooks() if self._hook_keys else nullcontext():
+            with guarded_hooks():
                 if (function := self._functions.get((kind, method))) is not None:
                     return function(module, args, kwargs)
                 body = marked_classes.own_call if method is None else method.body

@@ -28,7 +28,7 @@ from graphshard.state.call_state import forward_states
 from graphshard.state.calls import BackwardRequest, Calls
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, SplitGraph, marked_graph, split_graph
 from graphshard.state.shards import Shard
-from graphshard.state.signatures import structure as structure_text
+from graphshard.state.signatures import structure
 
 
 class Region:
@@ -95,7 +95,7 @@ class Region:
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         lowering, binding = self._lowering, self._lowering.binding(graph)
         is_whole = runtime.follower.is_whole(self._broken)
-        lowering.structure_of = partial(structure_text, input_grads=self._input_grads, is_whole=is_whole)
+        lowering.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
         lowering.structure = lowering.structure_of(binding)
         followed = runtime.follower.of_forward(graph.direction, binding, lowering.structure, self._broken, runs=False)
         lowering.leader = runtime.follower.leader
@@ -128,8 +128,8 @@ class Region:
         holdings, follower = runtime.holdings, runtime.follower
         forward = holdings.forward
         forward.touched.update(binding.units)
-        structure = self._lowering.structure_for(binding)
-        followed = follower.of_forward(graph.direction, binding, structure, self._broken)
+        known_by = self._lowering.structure_for(binding)
+        followed = follower.of_forward(graph.direction, binding, known_by, self._broken)
         if followed is not None:
             holdings.gathers.finish_used(binding.units)
             forward.regions_run += 1
@@ -137,7 +137,7 @@ class Region:
                 self.calls.begin(binding, forward.entry, follower.role)
             return self.parts.forward(graph, binding, args, followed)
         program = self._selection.before_forward(graph, binding)
-        role = follower.runs(Leg(self._selection, structure, graph, binding, program))
+        role = follower.runs(Leg(self._selection, known_by, graph, binding, program))
         if graph.direction == "forward":
             self.calls.begin(binding, forward.entry, role)
         return self._runner.forward(program, binding, args)

@@ -159,7 +159,7 @@ class RegionLowering:
     def _outlined(self, direction: Direction, gm: GraphModule, binding: Binding) -> tuple[Graph, PassContext]:
         """A graph that gathers and reduces everything, which gets the seams of its programs, and its context."""
         ctx = replace(self._usual_context(direction, gm, binding), outlines=self._outlines)
-        driver.mark_seams(gm, ctx, f"{self.runtime.context.name}.region{self.number}.{direction}")
+        driver.mark_seams(gm, ctx, f"{self.runtime.context.name}.region{self.number}.{direction}_marked")
         return gm.graph, ctx
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:

@@ -121,8 +121,8 @@ MUTATIONS = (
     Mutation(
         "frames of users' functions do not look at hooks",
         "graphshard/runtime/entry_points.py",
-        "guarded_hooks() if self._hook_keys else nullcontext()",
-        "nullcontext()",
+        "            with guarded_hooks():\n",
+        "            if True:\n",
         ("tests/dist/test_user_code.py", "-k", "function_calls"),
     ),
     # -- following
