@@ -22,8 +22,8 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.runtime import region_lowering
 from graphshard.faults.inquiry import POLL_S
+from graphshard.runtime import region_lowering
 from graphshard.testing import worker_main
 
 DEADLINE_S = 2.0

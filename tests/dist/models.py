@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 DIM = 16
-# For the reason of a skip: where a gradient is computed in fp32, FSDP2 of torch 2.15 (`Tensor.grad_dtype`) never rounds it
+# Why some are skipped: where a gradient is computed in fp32, FSDP2 of torch 2.15 (`Tensor.grad_dtype`) never rounds it
 # to param_dtype before it is reduced; a traced graph does, as all versions before.
 ROUNDS_GRADIENTS = torch.__version__ < "2.15"
 VOCAB = 31

@@ -1,4 +1,4 @@
-"""Several regions in one step: the recorded order, gathers one region ahead, reductions behind, and nothing left over."""
+"""Several regions in one step: the recorded order, gathers one region ahead, reductions behind, nothing left over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.errors import RanksDiffer
 from graphshard.testing import Bitwise, TrainingRun, Ulps, WorkerPool, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
@@ -128,7 +127,9 @@ def test_order_that_is_followed_changes_no_bit(run: TrainingRun, name: str, regi
     train(run, model, inputs)
 
 
-@training_test(backends=("inductor",), tolerance=Ulps(64, "Inductor fuses and reorders float operations", atol=2e-6), timeout_s=280)
+@training_test(
+    backends=("inductor",), tolerance=Ulps(64, "Inductor fuses and reorders float operations", atol=2e-6), timeout_s=280
+)
 def test_order_that_is_followed_under_inductor(run: TrainingRun) -> None:
     build, inputs = MODELS["break between blocks"]
     train(run, run.shard(build()), inputs)
@@ -196,7 +197,9 @@ def test_evaluations_between_steps_have_orders_of_their_own(run: TrainingRun) ->
 def test_two_forwards_before_one_backward(run: TrainingRun) -> None:
     model = run.shard(models.Decoder(LAYERS), **regions_of(run, "unit"))
     for index in range(3):
-        loss = loss_of(model, models.tokens(2 * index, run.rank)) + loss_of(model, models.tokens(2 * index + 1, run.rank))
+        loss = loss_of(model, models.tokens(2 * index, run.rank)) + loss_of(
+            model, models.tokens(2 * index + 1, run.rank)
+        )
         loss.backward()
         run.observe(loss, model)
         if not run.is_reference:

@@ -16,7 +16,11 @@ from graphshard.testing import WorkerPool, check_parity
 
 AMPLE = 0.5
 PLANNED = [
-    *((case, AMPLE) for case in CASES if case not in ("lstm", "buffers", "read_thrice", "low_rank", "parameter_lists", "dropout")),
+    *(
+        (case, AMPLE)
+        for case in CASES
+        if case not in ("lstm", "buffers", "read_thrice", "low_rank", "parameter_lists", "dropout")
+    ),
     ("decoder", None),
 ]
 

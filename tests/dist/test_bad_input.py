@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import logging
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.api import engine_of
 from graphshard.agree.rank_store import RankStore
+from graphshard.api import engine_of
 from graphshard.following import route, variants
 from graphshard.testing import WorkerPool
 
@@ -341,9 +341,7 @@ def broken_within_budget() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     # Little more than the least that suffices, 30,848; gathered, the parameters take 26,944.
-    model: Any = graphshard.compile(
-        Blocks(6), init_device_mesh("cpu", (2,)), backend="aot_eager", memory_budget=31_000
-    )
+    model: Any = graphshard.compile(Blocks(6), init_device_mesh("cpu", (2,)), backend="aot_eager", memory_budget=31_000)
     for step in range(2):
         for layer in model.layers:
             layer.breaks = rank == 1 and step > 0

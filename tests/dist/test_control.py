@@ -192,7 +192,10 @@ def test_event_after_the_optimizers_step_is_accepted(run: TrainingRun) -> None:
     run.train(model, optimizer, loss_of)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no set_reduce_scatter_unused_params")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="this torch has no set_reduce_scatter_unused_params",
+)
 @pytest.mark.row("S30")
 @training_test(tolerance=BITWISE)
 def test_flags_never_compile_again(run: TrainingRun) -> None:

@@ -1,4 +1,4 @@
-"""`compare_every`: ranks that send alike never notice; where one has drifted, all are told in which call and parameter."""
+"""`compare_every`: ranks that send alike never notice; once one has drifted, all hear in which call and parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.api import need_engine
 from graphshard.agree.executed import Executed
+from graphshard.api import need_engine
 from graphshard.testing import WorkerPool
 
 Drift = Callable[[Any, int], None]
@@ -51,7 +51,7 @@ def alike(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     model = compiled(models.mlps(2), 4, shape, **options)
     counts = []
     for step in range(2):
-        train(model, 1, lambda _: features(step, 4 + 3 * rank * step))
+        train(model, 1, lambda _, step=step: features(step, 4 + 3 * rank * step))
         model.set_requires_gradient_sync(False)
         model(features(3, 4)).square().mean().backward()
         model.set_requires_gradient_sync(True)
@@ -59,7 +59,9 @@ def alike(shape: tuple[int, ...], options: dict[str, Any]) -> None:
         with torch.no_grad():
             model(features(5, 4))
         executed, report = executed_of(model), graphshard.report(model)
-        kept = [line for roll in executed._rolls.values() for call in roll.calls for lines in call.lines for line in lines]
+        kept = [
+            line for roll in executed._rolls.values() for call in roll.calls for lines in call.lines for line in lines
+        ]
         kept += [line for roll in executed._rolls.values() for lines in roll._lines for line in lines]
         counts.append((sum(", 1 of " in line for line in kept), sum(report.collectives.values())))
         report.reset_counts()
@@ -103,7 +105,9 @@ def test_graph_break_on_one_rank_of_a_hybrid_mesh_is_no_difference(four_ranks: W
 
 
 def other_experts() -> None:
-    model = compiled(Experts((0, 1) if dist.get_rank() == 0 else (1, 2)), 1, units=["experts.0", "experts.1", "experts.2"])
+    model = compiled(
+        Experts((0, 1) if dist.get_rank() == 0 else (1, 2)), 1, units=["experts.0", "experts.1", "experts.2"]
+    )
     train(model, 3, lambda step: features(step, 4))
     model(features(9, 4))
 

@@ -17,7 +17,9 @@ from graphshard.testing import WorkerPool
 def tries(sizes: tuple[int, ...]) -> tuple[int, int]:
     """How often this rank lowers in a step, and how many programs come of it."""
     torch.manual_seed(0)
-    model: Any = graphshard.compile(models.mlps(3), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager")
+    model: Any = graphshard.compile(
+        models.mlps(3), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager"
+    )
     lowered: list[str] = []
     with after_lowering(lambda _, direction: lowered.append(direction)):
         model(torch.randn(sizes[dist.get_rank()], models.DIM)).square().mean().backward()

@@ -90,7 +90,8 @@ def test_rank_with_other_flags_is_told_what_it_alone_wants(tmp_path: Path) -> No
     assert re.search(rf"CommunicationFailed: .*in the backward of region 0 of Net\d+ {NAMED}", waiting.written)
     assert re.search(
         r"RanksDiffer: contract: rank 1 waited .* for rank 0 to come to backward of blocks.0, .*unreduced.*"
-        r"\(faulty_ranks\.py:\d+\); rank 0 is not in it: it is in the backward of region 0 of Net\d+, at bucket 'reduce:",
+        r"\(faulty_ranks\.py:\d+\); rank 0 is not in it: "
+        r"it is in the backward of region 0 of Net\d+, at bucket 'reduce:",
         differs.written,
     )
 

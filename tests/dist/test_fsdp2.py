@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture.marked_classes import forward_method
 from graphshard.capture.casts import cast_hooks
+from graphshard.capture.marked_classes import forward_method
 from graphshard.reporting.report import Report
 from graphshard.state.shards import ParameterWatch, Shard
 from graphshard.testing import WorkerPool
@@ -98,9 +98,10 @@ def test_gradients_are_unpadded_added_and_announced(two_ranks: WorkerPool) -> No
 
 def hooks_come_back() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    order: list[str] = []
     for options in ({}, {"mp_policy": policy}):
+        order.clear()
         model = models.Decoder(layers=2)
-        order: list[str] = []
         model.register_forward_pre_hook(lambda *_: order.append("before"))
         model.register_forward_hook(lambda *_: order.append("first"))
         sharded(model, **options)
@@ -131,8 +132,7 @@ def watched() -> None:
     shards = [Shard(p, unit, "weight", 0, Report()) for unit in fsdp2.sharded_units(model) for p in unit.params]
 
     def changed() -> bool:
-        result = watch.changed()
-        return result
+        return watch.changed()
 
     watch = ParameterWatch(shards)
     assert not changed()

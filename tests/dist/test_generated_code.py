@@ -31,7 +31,9 @@ def events_in_ir(ir: str) -> list[str]:
 def events_in_code(code: str) -> list[str]:
     pattern = r"^\s+(?:.* = )?(?:torch\.ops\._c10d_functional\.|extern_kernels\.|(?=body_))(\w+)(?:\.default)?\("
     program, *bodies = re.split(r"^# (body_\d+)$", code, flags=re.MULTILINE)
-    in_bodies = {name: re.findall(pattern, text, re.MULTILINE) for name, text in zip(bodies[::2], bodies[1::2], strict=True)}
+    in_bodies = {
+        name: re.findall(pattern, text, re.MULTILINE) for name, text in zip(bodies[::2], bodies[1::2], strict=True)
+    }
     calls = [inside for call in re.findall(pattern, program, re.MULTILINE) for inside in in_bodies.get(call, [call])]
     assert "all_gather_into_tensor" not in calls, "over gloo, gathers need outputs"
     return [EVENTS[call] for call in calls if call in EVENTS]

@@ -258,7 +258,7 @@ def test_training_test_fails(test: Callable[..., None], message: str) -> None:
 
 def test_rerun_takes_other_ranks(two_ranks: WorkerPool, four_ranks: WorkerPool) -> None:
     rerun(test_training_test_of_a_healthy_engine, four_ranks, "aot_eager", learning_rate=0.1)
-    with pytest.raises(RankFailed, match="rank 1 of 2 raised: .*ParityError: loss, step 0, rank 1"):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 raised: .*ParityError: loss, step 0, rank 1"):
         rerun(differs_on_rank_one, two_ranks, "aot_eager")
     with pytest.raises(ValueError, match=r"rerun: workers: got 2 ranks, want a mesh of \(2, 2\)"):
         rerun(differs_by_one_ulp, two_ranks, "aot_eager")

@@ -115,9 +115,7 @@ def test_offloaded_hybrid_units_accumulate(run: TrainingRun, checkpointed: bool,
     ids=["bf16, reduce f32", "reduce f64"],
 )
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
-def test_scattered_gradients_wait_for_the_last_all_reduce(
-    run: TrainingRun, policy: MixedPrecisionPolicy
-) -> None:
+def test_scattered_gradients_wait_for_the_last_all_reduce(run: TrainingRun, policy: MixedPrecisionPolicy) -> None:
     model = run.shard(Mlps(), units=[Mlp], mp_policy=policy)
     train(run, model, scatter_each=True)
     check_reductions(run, reduce_scatter=4 * MICROBATCHES, all_reduce=4)

@@ -9,8 +9,8 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from test_contract import Blocks, break_in, equal, features, impatient, trained
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
@@ -37,16 +37,16 @@ def broken_beside_others(who: int, options: dict[str, Any]) -> None:
     ("who", "options"),
     [(0, {"plan": "auto"}), (1, {"regions": "unit"})],
 )
-def test_graph_breaks_on_one_rank_beside_those_of_all(
-    two_ranks: WorkerPool, who: int, options: dict[str, Any]
-) -> None:
+def test_graph_breaks_on_one_rank_beside_those_of_all(two_ranks: WorkerPool, who: int, options: dict[str, Any]) -> None:
     two_ranks.run(broken_beside_others, who, options)
 
 
 def broken_otherwise_at_once(who: int) -> None:
     rank = dist.get_rank()
     with pytest.raises(RanksDiffer, match=r"leg 2 of the forward of 'root': ranks differ in the units .* graph breaks"):
-        trained(Blocks, lambda step: features(step, 4), lambda model, _: break_in(model, (0, 1) if rank == who else (1,)))
+        trained(
+            Blocks, lambda step: features(step, 4), lambda model, _: break_in(model, (0, 1) if rank == who else (1,))
+        )
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -128,9 +128,7 @@ class Scaled(Blocks):
 def left_out(who: int) -> None:
     torch.manual_seed(0)
     plain: Any = Scaled()
-    model: Any = graphshard.compile(
-        copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager"
-    )
+    model: Any = graphshard.compile(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager")
     for step in range(3):
         plain.leaves_out = model.leaves_out = step > 0 and dist.get_rank() == who
         inputs = features(step, 4)

@@ -6,7 +6,6 @@ from typing import Any
 
 import models
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
@@ -31,14 +30,14 @@ def measured_steps() -> None:
         assert record.timings.keys() == buckets, record.direction
         assert all(0.0 < t.launch_us < t.done_us and t.waited_us > 0.0 for t in record.timings.values())
     with profile() as outer:
-        with pytest.raises(RuntimeError, match="measure: got one inside a torch profiler, want one at a time"):
-            with graphshard.measure(model):
-                pass
+        message = "measure: got one inside a torch profiler, want one at a time"
+        with pytest.raises(RuntimeError, match=message), graphshard.measure(model):
+            pass
         step()
     assert any("allgather" in event.key for event in outer.key_averages())  # it has gone on
-    with graphshard.measure(model), pytest.raises(RuntimeError, match="measure: got one inside another"):
-        with graphshard.measure(model):
-            pass
+    again = pytest.raises(RuntimeError, match="measure: got one inside another")
+    with graphshard.measure(model), again, graphshard.measure(model):
+        pass
 
 
 def test_launches_and_waits_of_steps_are_measured(two_ranks: WorkerPool) -> None:

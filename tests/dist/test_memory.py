@@ -51,7 +51,9 @@ def train(reshard: bool | None, syncs: list[bool], mp_policy: MixedPrecisionPoli
     options: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model: Any = models.Decoder(LAYERS)
-    graphshard.compile(model, mesh, backend="aot_eager", plan="fsdp2", reshard_after_forward=reshard, strict=True, **options)
+    graphshard.compile(
+        model, mesh, backend="aot_eager", plan="fsdp2", reshard_after_forward=reshard, strict=True, **options
+    )
     steps = []
     for index, sync in enumerate(syncs):
         model.set_requires_gradient_sync(sync)

@@ -36,9 +36,7 @@ def test_ranks_with_other_orders_raise_on_both_sides(two_ranks: WorkerPool) -> N
 
 def units_used_twice_in_other_orders() -> str:
     torch.manual_seed(0)
-    model = graphshard.compile(
-        Skipping(LAYERS), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit"
-    )
+    model = graphshard.compile(Skipping(LAYERS), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
     x = models.tokens(0, 0)
     with torch.no_grad():
         model.order = (0, 1, 0, 1)

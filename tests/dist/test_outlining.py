@@ -1,9 +1,8 @@
-"""Equal blocks share traces and compiled bodies: as many for many blocks as for few, with the results of eager FSDP2."""
+"""Equal blocks share traces and compiled bodies, as many for many as for few, with the results of eager FSDP2."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -13,8 +12,8 @@ import pytest
 import torch
 from test_models import INDUCTOR, sgd
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.compat.dynamo import boxed_graph
@@ -38,9 +37,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Equal blocks, and a last layer that is none."""
 
-    def __init__(
-        self, layers: int, checkpointed: bool = False, tied: bool = False, dropout: bool = False
-    ) -> None:
+    def __init__(self, layers: int, checkpointed: bool = False, tied: bool = False, dropout: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
@@ -55,19 +52,18 @@ class Stack(nn.Module):
         return out
 
 
-def bodies(layers: int, dropout: bool) -> list[tuple[str, int, int]]:
+def bodies(layers: int) -> list[tuple[str, int, int]]:
     """Of each program of a step: its direction, its bodies, and the calls of them. None is compiled."""
     torch.manual_seed(0)
-    model: Any = graphshard.compile(Stack(layers, dropout=dropout), init_device_mesh("cpu", (2,)))
+    model: Any = graphshard.compile(Stack(layers, dropout=True), init_device_mesh("cpu", (2,)))
     with mock.patch.object(graphshard.lowering.bodies, "compile_body", lambda gm, *_: boxed_graph(gm)):
         model(*models.features(0, torch.distributed.get_rank())).square().mean().backward()
     calls = {p.direction: re.findall(r"(body_\d+)\(_read", p.code or "") for p in graphshard.report(model).programs}
     return [(direction, len(set(called)), len(called)) for direction, called in calls.items()]
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool, dropout: bool) -> None:
-    few, many = (two_ranks.run(bodies, layers, dropout)[0] for layers in (6, 12))
+def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool) -> None:
+    few, many = (two_ranks.run(bodies, layers)[0] for layers in (6, 12))
     for (direction, count, calls), (_, more_count, more_calls) in zip(few, many, strict=True):
         assert more_count <= min(count + 1, 8), direction  # where buckets end depends on how many there are
         assert more_calls >= calls + 6, direction  # one or more of each block
@@ -104,7 +100,7 @@ def traced_once_by_rank_0() -> AbstractContextManager[Any]:
     return mock.patch.object(graphshard.passes.collapse_blocks, "find_blocks", lambda graph: [])
 
 
-def planned(options: dict[str, bool], inputs: Callable[[int, int], tuple[Tensor]], dynamic: bool) -> None:
+def planned() -> None:
     seams: list[int] = []
     with (
         traced_once_by_rank_0(),
@@ -113,28 +109,21 @@ def planned(options: dict[str, bool], inputs: Callable[[int, int], tuple[Tensor]
         ),
     ):
         check_parity(
-            build=lambda: Stack(6, **options),
-            inputs=inputs,
+            build=lambda: Stack(6, checkpointed=True),
+            inputs=models.growing_features,
             mesh=init_device_mesh("cpu", (2,)),
             backend="inductor",
             steps=2,
             tolerance=INDUCTOR,
             optimizer=sgd,
-            options={"plan": "auto", "dynamic": dynamic},
+            options={"plan": "auto", "dynamic": True},
             expect_collectives=None,
         )
     assert seams and min(seams) >= 5, seams
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs", "dynamic"),
-    [({"checkpointed": True}, models.growing_features, True), ({"tied": True}, models.features, False)],
-    ids=["checkpointed", "tied"],
-)
-def test_planned_launches_at_seams_change_no_result(
-    two_ranks: WorkerPool, options: dict[str, bool], inputs: Any, dynamic: bool
-) -> None:
-    two_ranks.run(planned, options, inputs, dynamic)
+def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool) -> None:
+    two_ranks.run(planned)
 
 
 def traced(options: dict[str, bool]) -> None:

@@ -48,7 +48,9 @@ def reductions_of_each_unit(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.row("S6")
 @training_test(world_size=4, tolerance=BITWISE)
 def test_reductions_that_divide_before_and_after_the_sum(run: TrainingRun) -> None:
@@ -77,7 +79,9 @@ def policy_of_each_unit(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=F64))
 
 
-@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.row("S18")
 @training_test(tolerance=BITWISE)
 def test_each_unit_has_its_policy(run: TrainingRun) -> None:
@@ -97,7 +101,9 @@ def module_of_another_dtype(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=half)
 
 
-@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.row("S18")
 @training_test(tolerance=BITWISE)
 def test_nested_unit_computes_in_its_own_dtype(run: TrainingRun) -> None:
@@ -185,7 +191,9 @@ def test_parameters_offloaded_to_cpu(run: TrainingRun, tied: bool, pin_memory: b
     run.note("devices", [p.to_local().device.type for p in model.parameters()])  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.row("S10")
 @training_test()
 def test_offloaded_parameters_accumulate_in_mixed_precision(run: TrainingRun) -> None:

@@ -186,7 +186,10 @@ class Branches(nn.Module):
         return out
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no set_reduce_scatter_unused_params")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="this torch has no set_reduce_scatter_unused_params",
+)
 @pytest.mark.row("S23")
 @training_test(tolerance=BITWISE)
 def test_unused_parameters_get_zeros_where_asked_for(run: TrainingRun) -> None:
@@ -204,7 +207,10 @@ def test_unused_parameters_get_zeros_where_asked_for(run: TrainingRun) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no set_reduce_scatter_unused_params")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="this torch has no set_reduce_scatter_unused_params",
+)
 @pytest.mark.row("S23")
 @training_test(tolerance=BITWISE)
 def test_ranks_may_use_different_parameters_of_a_unit(run: TrainingRun) -> None:
@@ -219,7 +225,10 @@ def test_ranks_may_use_different_parameters_of_a_unit(run: TrainingRun) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="this torch has no set_reduce_scatter_max_input_buffers")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"),
+    reason="this torch has no set_reduce_scatter_max_input_buffers",
+)
 @pytest.mark.row("S30")
 @training_test(tolerance=BITWISE)
 def test_hints_about_buffers_and_groups_change_no_bit(run: TrainingRun) -> None:

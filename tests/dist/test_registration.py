@@ -40,9 +40,7 @@ def reshard_all(model: nn.Module) -> None:
 @pytest.mark.row("S3", "S4")
 @pytest.mark.parametrize(("reshard", "units"), [(None, 3), (2, 1)], ids=str)
 @training_test(world_size=4)
-def test_registered_parameters_follow_reshard_after_forward(
-    run: TrainingRun, reshard: int | None, units: int
-) -> None:
+def test_registered_parameters_follow_reshard_after_forward(run: TrainingRun, reshard: int | None, units: int) -> None:
     def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
         for block in list(model.children())[: units - 1]:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)

@@ -236,9 +236,7 @@ def tied_together(model: Any, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.row("R12")
-@pytest.mark.parametrize(
-    ("annotate", "tied", "all_reduce"), [(embed_alone, False, 4), (tied_together, True, 4)]
-)
+@pytest.mark.parametrize(("annotate", "tied", "all_reduce"), [(embed_alone, False, 4), (tied_together, True, 4)])
 @training_test(tolerance=BITWISE)
 def test_checkpointed_replicated_blocks(
     run: TrainingRun, annotate: Callable[[nn.Module, DeviceMesh], None], tied: bool, all_reduce: int

@@ -12,7 +12,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -219,8 +219,9 @@ class Game:
 
 
 MOVES = (
-    "forward", "forward_eager", "backward", "backward_of_all", "backward_inside_eager", "train", "train", "train_eager", "evaluate", "evaluate_eager", "evaluate_eager",
-    "infer", "unshard", "reshard", "mode", "accumulate", "clip", "step", "step", "load", "freeze",
+    "forward", "forward_eager", "backward", "backward_of_all", "backward_inside_eager", "train", "train",
+    "train_eager", "evaluate", "evaluate_eager", "evaluate_eager", "infer", "unshard", "reshard", "mode",
+    "accumulate", "clip", "step", "step", "load", "freeze",
 )  # fmt: skip
 
 

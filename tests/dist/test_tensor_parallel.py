@@ -156,7 +156,9 @@ def test_blocks_with_styles_of_their_own_are_traced_once(run: TrainingRun) -> No
 
 
 @pytest.mark.row("S34")
-@pytest.mark.parametrize(("dim", "local", "checkpointed"), [(16, True, False), pytest.param(5, False, True, marks=dtensor_activations)])
+@pytest.mark.parametrize(
+    ("dim", "local", "checkpointed"), [(16, True, False), pytest.param(5, False, True, marks=dtensor_activations)]
+)
 @training_test(
     world_size=8, mesh_shape=(2, 2, 2), mesh_axes=("dp_replicate", "dp_shard", "tp"), tolerance=BITWISE, timeout_s=240
 )
@@ -252,7 +254,9 @@ def blocks_in_part(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @dtensor_activations
-@pytest.mark.skipif(not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype")
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.row("S32")
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
 def test_units_of_plain_and_tensor_parallel_parameters(run: TrainingRun) -> None:

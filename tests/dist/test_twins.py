@@ -18,7 +18,6 @@ from twin_models import ALIKE, OTHER, Drawing, Stack
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
-
 lists_stay = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 calls blocks with copies of lists"
 )
@@ -104,7 +103,7 @@ def test_one_block_may_change(run: TrainingRun, name: str) -> None:
 def test_blocks_that_are_alike_on_one_rank_only(run: TrainingRun) -> None:
     model = Stack()
     if run.rank == 1:
-        for number, block in enumerate(model.blocks):
+        for block in model.blocks:
             block.remark = [object()]
     train(run, model)
     assert run.is_reference or twins_of(model) == (3 if run.rank == 0 else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import models
 import pytest
@@ -42,7 +41,8 @@ def check_counts(run: TrainingRun, *, all_gather: int, reduce_scatter: int = UNI
         pytest.param(
             True,
             marks=pytest.mark.skipif(
-                torch.__version__ >= "2.15", reason="FSDP2 of torch 2.15 leaves such a unit unsharded after its backward"
+                torch.__version__ >= "2.15",
+                reason="FSDP2 of torch 2.15 leaves such a unit unsharded after its backward",
             ),
         ),
     ],

@@ -9,8 +9,8 @@ from typing import Any
 import models
 import pytest
 import torch
-from test_training import BITWISE, Shift, loss_of
 import torch.nn.functional as F
+from test_training import BITWISE, Shift, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -250,13 +250,20 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused, self.stacked = nn.Linear(models.DIM, 2 * models.DIM), nn.Parameter(torch.randn(2, models.DIM, models.DIM))
+        self.fused, self.stacked = (
+            nn.Linear(models.DIM, 2 * models.DIM),
+            nn.Parameter(torch.randn(2, models.DIM, models.DIM)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.fused.weight.split(models.DIM)
         first, second = self.stacked.unbind(0)
         chosen = F.one_hot((x @ first).argmax(-1), models.DIM).to(x.dtype)
-        return F.linear(x, gate) * F.linear(x, up) + F.linear(x, self.fused.weight.detach()[: models.DIM]) + chosen @ second
+        return (
+            F.linear(x, gate) * F.linear(x, up)
+            + F.linear(x, self.fused.weight.detach()[: models.DIM])
+            + chosen @ second
+        )
 
 
 @training_test()

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
-from graphshard.following import variants
 from graphshard.api import engine_of
+from graphshard.following import variants
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM
@@ -148,7 +148,9 @@ def wakes_alone() -> None:
     if rank == 0:  # the other rank has come to no call: it would stand in a collective
         with (
             mock.patch.object(engine_of(model).context.consensus, "deadline_s", 1.0),
-            pytest.raises(graphshard.RanksDiffer, match=r"rank 0 waited 1 s for rank 1 to come to the forward of 'root'"),
+            pytest.raises(
+                graphshard.RanksDiffer, match=r"rank 0 waited 1 s for rank 1 to come to the forward of 'root'"
+            ),
         ):
             model(features(0, 4))
 
@@ -284,9 +286,7 @@ def routed() -> None:
         plain.zero_grad()
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no such flag"
-)
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no such flag")
 def test_experts_behind_a_router_that_breaks_the_graph_train_where_unused_ones_are_reduced(
     two_ranks: WorkerPool,
 ) -> None:

@@ -145,7 +145,7 @@ class Importing(Block):
         super().__init__(number)
         try:
             raise ImportError
-        except ImportError as error:
+        except ImportError as error:  # noqa: F841 - an empty cell is wanted
             self.act = lambda x: torch.tanh(x) if number >= 0 else error  # noqa: F821
 
     def forward(self, x: Tensor) -> Tensor:
