@@ -34,12 +34,12 @@ def fault_dir() -> Path:
 
 
 def traces_twins() -> bool:
-    """``GRAPHSHARD_TWINS``: 1: Dynamo traces two of blocks that are alike; 0 (default): it traces all.
+    """``GRAPHSHARD_TWINS``: 1 (default): Dynamo traces two of blocks that are alike; 0: it traces all.
 
     Raises:
         ValueError: if it is neither.
     """
-    raw = os.environ.get("GRAPHSHARD_TWINS", "0")
+    raw = os.environ.get("GRAPHSHARD_TWINS", "1")
     if raw not in ("0", "1"):
         raise ValueError(f"GRAPHSHARD_TWINS: got {raw!r}, want 0 or 1")
     return raw == "1"

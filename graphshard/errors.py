@@ -26,6 +26,16 @@ class ModelDeleted(RuntimeError):
         super().__init__(f"{where}: the compiled model was deleted; keep it until its last backward has run")
 
 
+class TwinsMoved(RuntimeError):
+    """What was traced for blocks that are alike is wrong now; nothing of the graph that says so has run."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a tensor of a block is now found in another place too, where it was looked for after other graphs of this "
+            "call had run: call the model again, every block is traced then; GRAPHSHARD_TWINS=0 always does so"
+        )
+
+
 class RanksDiffer(RuntimeError):
     """Ranks that take part in the same collectives do not run the same programs; the message names what differs."""
 

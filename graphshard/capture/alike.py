@@ -75,6 +75,7 @@ class BlockState:
         scalars: (attribute, value) of numbers, texts and None, in the order of the modules.
         places: of parameters and buffers, in that order. `structure` says which of a block's own are the same tensor.
         holds_tensors: outside of its parameters and buffers, where they are not looked for. It is like no other, then.
+        objects: ids of what its attributes hold, which code may find elsewhere too and compare by ``is``.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -83,6 +84,7 @@ class BlockState:
         self.scalars = walk.scalars
         self.places = walk.places
         self.holds_tensors = walk.holds_tensors
+        self.objects = frozenset(map(id, walk.objects))
         self._watched = walk.watched
         # It keeps no tensor alive that a block may drop.
         self._noted = (None, [], None) if self.holds_tensors else self._watched.now()
@@ -156,7 +158,7 @@ class _Walk:
     def __init__(self, block: nn.Module) -> None:
         self._number = {id(module): number for number, module in enumerate(block.modules())}
         self._tensors: dict[int, int] = {}
-        self._objects: list[object] = []
+        self.objects: list[object] = []
         self.found: list[object] = []
         self.scalars: list[tuple[str, object]] = []
         self.places: list[Place] = []
@@ -225,13 +227,13 @@ class _Walk:
             self.found.append((kind, value))
         elif isinstance(value, Tensor):
             self.holds_tensors = True
-        elif any(value is other for other in self._objects):
-            self.found.append(next(number for number, other in enumerate(self._objects) if other is value))
+        elif any(value is other for other in self.objects):
+            self.found.append(next(number for number, other in enumerate(self.objects) if other is value))
         else:
             self._see_object(value, kind)
 
     def _see_object(self, value: Any, kind: type) -> None:
-        self._objects.append(value)
+        self.objects.append(value)
         if kind in (tuple, list):
             self.found.append((kind, len(value)))
             self.watched.collections.append(value)

@@ -126,12 +126,20 @@ class Twins:
         """Leaves of parameters and buffers of a marked block now, in the same order for all that are alike."""
         return [place.tensor() for place in self._places(mark)]
 
+    def own(self, mark: str, exemplar: str) -> set[int]:
+        """Ids of what a block holds, tensors too, and its exemplar does not."""
+        mine, theirs = ({*self._state(block).objects, *map(id, self.tensors(block))} for block in (mark, exemplar))
+        return mine - theirs
+
     def tensors_at(self, places: Iterable[tuple[str, int]]) -> list[Tensor]:
         """Some of them: (mark, position)."""
         return [self._places(mark)[at].tensor() for mark, at in places]
 
     def _places(self, mark: str) -> Sequence[Place]:
-        return self._states[int(mark.partition(":")[2])].places
+        return self._state(mark).places
+
+    def _state(self, mark: str) -> BlockState:
+        return self._states[int(mark.partition(":")[2])]
 
     def names(self) -> dict[int, set[str]]:
         """The names that blocks, and modules in them, have where they are, by their ids."""

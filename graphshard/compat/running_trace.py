@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -104,6 +104,15 @@ def _is_changed_container(variable: Any) -> bool:
 def guarded_names() -> list[str]:
     """What Dynamo has guarded so far: expressions of Python."""
     return [_name_of(guard) for guard in TracingContext.get().guards_context.dynamo_guards]
+
+
+def has_met(ids: Set[int]) -> bool:
+    """Whether the code that Dynamo has traced has met a tensor, list, dict or other object that can change.
+
+    Args:
+        ids: of such objects.
+    """
+    return not ids.isdisjoint(InstructionTranslator.current_tx().output.side_effects.id_to_variable)
 
 
 def reads_identities(modules: Mapping[int, Collection[str]]) -> bool:

@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random
 from graphshard.compat.inductor import module_like
-from graphshard.compat.running_trace import guarded_names, reads_identities, trace_again
+from graphshard.compat.running_trace import guarded_names, has_met, reads_identities, trace_again
 from graphshard.compat.tensors import is_known, mesh_of
-from graphshard.errors import ModelDeleted
+from graphshard.errors import ModelDeleted, TwinsMoved
 from graphshard.graph.equal_blocks import described, kind_of
 from graphshard.graph.ir import is_call
 from graphshard.graph.twin_calls import ASK, END, TWIN
@@ -33,6 +33,9 @@ class Arguments:
         order: where each is in Dynamo's arguments with `places` behind them.
         places: of what Dynamo does not bring, among tensors of `twins`.
         twins: blocks of the model.
+
+    Raises:
+        TwinsMoved: where a tensor of a twin is another argument too. Then no blocks are alike any more.
     """
 
     def __init__(self, order: Sequence[int], places: Sequence[tuple[str, int]], twins: Twins) -> None:
@@ -44,10 +47,8 @@ class Arguments:
         both = [*args, *self._twins.tensors_at(self._places)]
         tensors = [id(value) for value in both if isinstance(value, Tensor)]
         if len(set(tensors)) < len(tensors):  # Dynamo guards it, but for what twins have
-            raise RuntimeError(
-                "a tensor of a block is in another place of the model now, too, since the model was compiled. "
-                "GRAPHSHARD_TWINS=0 has every block traced"
-            )
+            self._twins.refuse("a tensor of one of them is found in another place too, since they were captured")
+            raise TwinsMoved
         return [both[at] for at in self._order]
 
 
@@ -274,6 +275,8 @@ class _Expansion:
         own = {self._input_of.get(id(theirs)): (theirs, mine, (str(mark), place)) for place, (theirs, mine) in pairs}
         if not own.keys().isdisjoint(map(body.scope.captured, body.inputs)):
             raise _NotAlike("a block is called with what it has")
+        if not self._is_traced(str(mark)) and has_met(self._blocks.own(str(mark), body.mark)):
+            raise _NotAlike("what a block has is read elsewhere too")  # nothing would guard that it stays so
 
         def copy_of(node: Node) -> Node:
             if node not in copies:
@@ -302,8 +305,6 @@ class _Expansion:
             self._placeholders.append(node)
             self._inputs.append(mine)
             self._added[node] = at, place
-        elif node not in self._added and mine is not theirs and not self._is_traced(place[0]):
-            raise _NotAlike("what a block has is read elsewhere too")  # nothing would guard that it stays so
         return node
 
     def _is_traced(self, mark: str) -> bool:

@@ -151,6 +151,11 @@ class Report:
                 total[kind] += count * program.runs
         return dict(total)
 
+    @property
+    def runs(self) -> int:
+        """How often programs have run."""
+        return sum(program.runs for program in self.programs)
+
     def reset_counts(self) -> None:
         """Sets the counters of runs to zero."""
         for program in self.programs:

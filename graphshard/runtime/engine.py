@@ -73,10 +73,8 @@ class Engine:
         self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
         self._unit_modules = fsdp2.unit_modules(model)
-        blocks = candidates(self._unit_modules) if env.traces_twins() else []
-        if blocks and by_unit:
-            blocks = []
-            context.report.say_once("GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region")
+        # With regions="unit" each block is a region, traced once for all that are alike.
+        blocks = candidates(self._unit_modules) if env.traces_twins() and not by_unit else []
         self.twins = Twins(model, blocks, context.report.note_once)
         self._runtime = ModelRuntime(
             context, self.holdings, self._prefetch, self._follower, self.backward, self._outside, self.twins
@@ -86,7 +84,8 @@ class Engine:
         self._outside.bring = self._rest.bring
         self._optimizer_event: Any = None
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
-        self._entries = EntryPoints(model, options, make_backend(self._runtime, options.backend), self.twins)
+        backend = make_backend(self._runtime, options.backend)
+        self._entries = EntryPoints(model, options, backend, self.twins, context.report)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -18,10 +19,11 @@ from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed, guarded_hooks
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
-from graphshard.errors import RanksDiffer
+from graphshard.errors import RanksDiffer, TwinsMoved
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
+from graphshard.reporting.report import Report
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class EntryPoints:
         options: how to compile it.
         backend: for Dynamo.
         twins: blocks of the model that may be alike.
+        report: counts what has run.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class EntryPoints:
         options: Options,
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
         twins: Twins,
+        report: Report,
     ) -> None:
         self._twins = twins
+        self._report = report
         self._options = options
         self._backend = backend
         self._model = model
@@ -91,19 +96,28 @@ class EntryPoints:
         if (kind := self._kinds.get(id(module))) is None:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
+        runs = self._report.runs
         try:
             with guarded_hooks():
-                if (function := self._functions.get((kind, method))) is not None:
-                    return function(module, args, kwargs)
-                body = marked_classes.own_call if method is None else method.body
-                function = self._functions[kind, method] = torch.compile(
-                    marked_classes.entry_point(type(module), body),
-                    backend=self._backend,
-                    fullgraph=self._options.fullgraph,
-                    dynamic=self._options.dynamic,
-                )
-                return with_room(function, module, args, kwargs)
+                try:
+                    return self._function(module, kind, method)(module, args, kwargs)
+                except TwinsMoved:
+                    if self._report.runs != runs:
+                        raise
+                return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
                 raise error.inner_exception from None
             raise
+
+    def _function(self, module: nn.Module, kind: object, method: marked_classes.Method | None) -> Callable[..., Any]:
+        if (function := self._functions.get((kind, method))) is not None:
+            return function
+        body = marked_classes.own_call if method is None else method.body
+        function = self._functions[kind, method] = torch.compile(
+            marked_classes.entry_point(type(module), body),
+            backend=self._backend,
+            fullgraph=self._options.fullgraph,
+            dynamic=self._options.dynamic,
+        )
+        return partial(with_room, function)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import models
 import pytest
@@ -148,8 +146,7 @@ def test_columns_and_rows_are_sharded_again(
 
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
 def test_blocks_with_styles_of_their_own_are_traced_once(run: TrainingRun) -> None:
-    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
-        model = run.shard(seeded(lambda: Stack(8, layers=8)), annotate=parallelized(local=True))
+    model = run.shard(seeded(lambda: Stack(8, layers=8)), annotate=parallelized(local=True))
     train(run, model, 8, run.mesh["dp"].get_local_rank(), steps=1)
     # Two kinds of layers; the first of all is called with what needs no gradient.
     assert run.is_reference or graphshard.report(model).twins == 3

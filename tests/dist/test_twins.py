@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from twin_changes import CHANGES
-from twin_models import ALIKE, OTHER, Drawing, Stack
+from twin_models import ALIKE, OTHER, Drawing, Stack, WithScale
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -32,10 +32,9 @@ def train(
     model: nn.Module,
     steps: int = 2,
     change: Callable[[nn.Module, int], None] = lambda *_: None,
-    inputs: Callable[[int, int], tuple[Tensor]] = models.features,
+    inputs: Callable[[int, int], tuple[Tensor, ...]] = models.features,
 ) -> None:
-    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
-        run.shard(model, units=[type(model.blocks[0])])  # type: ignore[index]
+    run.shard(model, units=[type(model.blocks[0])])  # type: ignore[index]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loss_of(model: nn.Module, run: TrainingRun, step: int) -> Tensor:
@@ -121,9 +120,8 @@ def test_twins_are_there_where_they_are_asked_for(two_ranks: WorkerPool) -> None
 
 
 def twins_whose_traces_differ() -> tuple[int, list[str]]:
-    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
-        model: Any = graphshard.compile(Stack(Drawing), init_device_mesh("cpu", (2,)), backend="aot_eager")
-        model(*models.features(0, 0)).sum().backward()
+    model: Any = graphshard.compile(Stack(Drawing), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    model(*models.features(0, 0)).sum().backward()
     return twins_of(model), graphshard.report(model).notes
 
 
@@ -132,13 +130,13 @@ def test_two_traces_that_differ_are_noticed(two_ranks: WorkerPool) -> None:
         assert twins == 0 and "blocks are captured one by one: two that look alike are traced otherwise" in notes
 
 
-def twins_with_regions_of_units() -> tuple[int, list[str]]:
-    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
-        model: Any = graphshard.compile(Stack(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
-    model(*models.features(0, 0)).sum().backward()
-    return twins_of(model), graphshard.report(model).fallbacks
+@training_test()
+def test_call_may_bring_what_a_block_has(run: TrainingRun) -> None:
+    model = WithScale()
 
+    def inputs(step: int, rank: int) -> tuple[Tensor, Tensor]:
+        scale: Any = model.blocks[3].scale if step == rank + 1 else torch.ones(models.DIM)
+        return (*models.features(step, rank), scale)
 
-def test_regions_of_units_say_that_they_have_no_twins(two_ranks: WorkerPool) -> None:
-    said = "GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region"
-    assert two_ranks.run(twins_with_regions_of_units) == [(0, [said])] * 2
+    train(run, model, 4, inputs=inputs)
+    assert run.is_reference or twins_of(model) == 3

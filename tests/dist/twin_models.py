@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -314,6 +315,43 @@ class Scaled(Block):
         return super().forward(x) * self.scale
 
 
+class Picked(Stack):
+    """A block whose buffer is the one that all blocks know does something else."""
+
+    def __init__(self) -> None:
+        known = SimpleNamespace()
+        super().__init__(lambda number: Picking(number, known))
+        known.scale = self.blocks[3].scale
+
+
+class Picking(Scaled):
+    def __init__(self, number: int, known: SimpleNamespace) -> None:
+        super().__init__(number)
+        self.known = known
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out / 2 if self.scale is self.known.scale else out
+
+
+class Fading(Scaled):
+    """Writes its buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.5)
+        return x + self.linear(x) + self.scale
+
+
+class WithScale(Stack):
+    """What it is called with may be a block's buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(Fading)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
 class Drawing(Block):
     """Each trace of it has another number, which nothing but the trace shows."""
 
@@ -351,6 +389,7 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "filling a list that is new": Renewing,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
+    "by which tensor they have": Picked,
     "what buffers say": lambda: Stack(Tagged),
     "empty cells": lambda: Stack(Importing),
 }
