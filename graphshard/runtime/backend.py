@@ -28,6 +28,7 @@ from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.errors import ModelDeleted
 from graphshard.graph.block_calls import Body
 from graphshard.graph.ir import unshards
+from graphshard.graph.saved_values import save_before_writes
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.traced_blocks import compile_traced_once
@@ -61,6 +62,7 @@ class Partitioner(CustomPartitionerFn):
         if context is not None:
             context.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        save_before_writes(forward, kwargs["num_fwd_outputs"])
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
         if context is not None and context.planning is not None:
             context.planning.backward = backward
