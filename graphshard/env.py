@@ -33,16 +33,16 @@ def fault_dir() -> Path:
     return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
-def traces_twins() -> bool:
-    """``GRAPHSHARD_TWINS``: 1 (default): Dynamo traces two of blocks that are alike; 0: it traces all.
+def traces_twins() -> bool | None:
+    """``GRAPHSHARD_TWINS``: 1: Dynamo traces two of blocks that are alike; 0: it traces all; unset: None, as 1.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is something else.
     """
-    raw = os.environ.get("GRAPHSHARD_TWINS", "1")
-    if raw not in ("0", "1"):
+    raw = os.environ.get("GRAPHSHARD_TWINS")
+    if raw not in (None, "0", "1"):
         raise ValueError(f"GRAPHSHARD_TWINS: got {raw!r}, want 0 or 1")
-    return raw == "1"
+    return None if raw is None else raw == "1"
 
 
 def place_on_host() -> tuple[int, int]:

@@ -31,8 +31,8 @@ class TwinsMoved(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a tensor of a block is now found in another place too, where it was looked for after other graphs of this "
-            "call had run: call the model again, every block is traced then; GRAPHSHARD_TWINS=0 always does so"
+            "a tensor of a block is in another place of the model now, or an argument, too, which was seen when other "
+            "graphs of this call had run. Call the model again: every block is traced then, as with GRAPHSHARD_TWINS=0"
         )
 
 

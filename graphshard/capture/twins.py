@@ -126,7 +126,7 @@ class Twins:
         """Leaves of parameters and buffers of a marked block now, in the same order for all that are alike."""
         return [place.tensor() for place in self._places(mark)]
 
-    def own(self, mark: str, exemplar: str) -> set[int]:
+    def held_alone(self, mark: str, exemplar: str) -> set[int]:
         """Ids of what a block holds, tensors too, and its exemplar does not."""
         mine, theirs = ({*self._state(block).objects, *map(id, self.tensors(block))} for block in (mark, exemplar))
         return mine - theirs

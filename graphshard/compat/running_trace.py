@@ -112,7 +112,11 @@ def has_met(ids: Set[int]) -> bool:
     Args:
         ids: of such objects.
     """
-    return not ids.isdisjoint(InstructionTranslator.current_tx().output.side_effects.id_to_variable)
+    output = InstructionTranslator.current_tx().output
+    # Tensors are in the first since torch 2.12.
+    return not ids.isdisjoint(output.side_effects.id_to_variable) or not ids.isdisjoint(
+        output.tracked_fakes_id_to_source
+    )
 
 
 def reads_identities(modules: Mapping[int, Collection[str]]) -> bool:

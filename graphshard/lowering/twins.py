@@ -206,6 +206,7 @@ class _Expansion:
             node: mesh for node, value in zip(self._placeholders, inputs, strict=True) if (mesh := mesh_of(value))
         }
         self._input_of = {id(value): node for node, value in zip(self._placeholders, inputs, strict=True)}
+        self._brought = frozenset(self._input_of)
         self._added: dict[Node, tuple[int, tuple[str, int]]] = {}  # where it is first used, where it is found
         self._bodies: dict[object, _Body] = {}
         self._twins = 0
@@ -275,7 +276,8 @@ class _Expansion:
         own = {self._input_of.get(id(theirs)): (theirs, mine, (str(mark), place)) for place, (theirs, mine) in pairs}
         if not own.keys().isdisjoint(map(body.scope.captured, body.inputs)):
             raise _NotAlike("a block is called with what it has")
-        if not self._is_traced(str(mark)) and has_met(self._blocks.own(str(mark), body.mark)):
+        alone = self._blocks.held_alone(str(mark), body.mark)
+        if not self._is_traced(str(mark)) and (has_met(alone) or not alone.isdisjoint(self._brought)):
             raise _NotAlike("what a block has is read elsewhere too")  # nothing would guard that it stays so
 
         def copy_of(node: Node) -> Node:

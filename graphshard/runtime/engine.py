@@ -73,8 +73,11 @@ class Engine:
         self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
         self._unit_modules = fsdp2.unit_modules(model)
-        # With regions="unit" each block is a region, traced once for all that are alike.
-        blocks = candidates(self._unit_modules) if env.traces_twins() and not by_unit else []
+        blocks = candidates(self._unit_modules) if (asked := env.traces_twins()) is not False else []
+        if blocks and by_unit:
+            blocks = []
+            if asked:
+                context.report.say_once("GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region")
         self.twins = Twins(model, blocks, context.report.note_once)
         self._runtime = ModelRuntime(
             context, self.holdings, self._prefetch, self._follower, self.backward, self._outside, self.twins

@@ -140,3 +140,15 @@ def test_call_may_bring_what_a_block_has(run: TrainingRun) -> None:
 
     train(run, model, 4, inputs=inputs)
     assert run.is_reference or twins_of(model) == 3
+
+
+def twins_with_regions_of_units() -> tuple[int, list[str]]:
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_TWINS": "1"}):
+        model: Any = graphshard.compile(Stack(), init_device_mesh("cpu", (2,)), backend="aot_eager", regions="unit")
+    model(*models.features(0, 0)).sum().backward()
+    return twins_of(model), graphshard.report(model).fallbacks
+
+
+def test_regions_of_units_say_that_they_have_no_twins(two_ranks: WorkerPool) -> None:
+    said = "GRAPHSHARD_TWINS is ignored: with regions='unit' each block is a region"
+    assert two_ranks.run(twins_with_regions_of_units) == [(0, [said])] * 2

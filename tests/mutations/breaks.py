@@ -42,6 +42,27 @@ MUTATIONS = (
         ("tests/graph/test_alike.py", "tests/dist/test_twins.py", "-k", "in_common or shared"),
     ),
     Mutation(
+        "a twin has what code has met elsewhere",
+        "graphshard/lowering/twins.py",
+        "(has_met(alone) or not alone.isdisjoint(self._brought))",
+        "False",
+        ("tests/dist/test_twins.py", "-k", "elsewhere or tensor"),
+    ),
+    Mutation(
+        "a call that brings a block's tensor is taken for one that does not",
+        "graphshard/lowering/twins.py",
+        "if len(set(tensors)) < len(tensors):",
+        "if False:",
+        ("tests/dist/test_twins.py", "-k", "may_bring"),
+    ),
+    Mutation(
+        "backward reads inputs behind their writes",
+        "graphshard/graph/saved_values.py",
+        "isinstance(saved, Node) and _memory_of(saved) in written",
+        "False",
+        ("tests/dist/test_models.py", "-k", "buffers"),
+    ),
+    Mutation(
         "twins are believed though two traces differ",
         "graphshard/lowering/twins.py",
         'raise _NotAlike("two that look alike are traced otherwise")',
