@@ -57,7 +57,7 @@ def _planned(record: ProgramRecord, plan: str) -> PlannedProgram | None:
         decision.choice.lower_bound_us,
         plan,
         tuple(bucket.name for bucket in decision.plan.buckets),
-        decision.choice.rivals,
+        decision.choice.baselines,
         decision.budget_bytes,
         record.timings or None,
     )

@@ -23,7 +23,6 @@ from graphshard.graph.builder import Builder
 from graphshard.graph.ir import (
     PARTIAL,
     PassContext,
-    add_placeholder,
     aten,
     fake_empty,
     is_tangent,
@@ -34,6 +33,7 @@ from graphshard.graph.ir import (
     spec_of,
     val,
 )
+from graphshard.graph.rewriting import Placeholders, Replacements
 
 HELD = "held_"
 
@@ -124,17 +124,19 @@ def _reduce_dtype(reduction: Node) -> torch.dtype:
 
 def apply(graph: Graph, edit: FlagsEdit) -> None:
     """Rewrites the reductions that `edit` names."""
-    by_name = {node.name: node for node in graph.nodes}
+    by_name, placeholders = {node.name: node for node in graph.nodes}, Placeholders(graph)
     for name, dtype, cast_first in edit.added:
-        _add_held(graph, by_name[name], dtype, cast_first)
+        _add_held(graph, placeholders, by_name[name], dtype, cast_first)
     for name in edit.partial:
-        add_placeholder(graph, PARTIAL + shard_placeholder(by_name[name]).name, _partial(by_name[name]))
+        placeholders.add(PARTIAL + shard_placeholder(by_name[name]).name, _partial(by_name[name]))
     for name in edit.local:
         by_name[name].meta.update(val=_partial(by_name[name]), partial=True)
+    replacements = Replacements(graph)
     for name in edit.unreduced:
-        node = by_name[name]
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+        replacements.put(by_name[name], _grad(by_name[name]))
+    replacements.finish()
+    for name in edit.unreduced:
+        graph.erase_node(by_name[name])
     if edit.dead_outputs:
         output = output_node(graph)
         results = [None if i in edit.dead_outputs else result for i, result in enumerate(output_args(graph))]
@@ -147,13 +149,18 @@ def _partial(reduction: Node) -> torch.Tensor:
     return fake_empty(val(reduction.args[0]), val(reduction).shape, _reduce_dtype(reduction))
 
 
-def _add_held(graph: Graph, reduction: Node, dtype: torch.dtype, cast_first: bool) -> None:
+def _grad(reduction: Node) -> Node:
     grad = reduction.args[0]
+    assert isinstance(grad, Node)
+    return grad
+
+
+def _add_held(graph: Graph, placeholders: Placeholders, reduction: Node, dtype: torch.dtype, cast_first: bool) -> None:
+    grad = _grad(reduction)
     name = HELD + shard_placeholder(reduction).name
-    taken = {node.name for node in graph.nodes if node.op == "placeholder"}
-    while name in taken:  # what calls of this backward left, then what earlier backwards left
+    while name in placeholders.names:  # what calls of this backward left, then what earlier backwards left
         name += "_"
-    placeholder = add_placeholder(graph, name, fake_empty(val(grad), val(grad).shape, dtype))
+    placeholder = placeholders.add(name, fake_empty(val(grad), val(grad).shape, dtype))
     build = Builder(graph, reduction)
     total = build.call(aten.add.Tensor, placeholder, build.cast(grad, dtype) if cast_first else grad)
     reduction.update_arg(0, total)

@@ -26,7 +26,6 @@ from graphshard.graph.builder import Builder
 from graphshard.graph.emit_reduction import rows_of
 from graphshard.graph.ir import (
     PassContext,
-    add_placeholder,
     aten,
     fake_empty,
     output_args,
@@ -37,6 +36,7 @@ from graphshard.graph.ir import (
     val,
 )
 from graphshard.graph.markers import UNSHARD, padded_shape
+from graphshard.graph.rewriting import Placeholders
 
 RESIDENT, REJOINED, RANK = "resident_", "post_", "rank_in_"
 _KEPT = "kept"
@@ -84,30 +84,32 @@ def decide(graph: Graph, ctx: PassContext) -> ResidencyEdit:
 
 def apply(graph: Graph, edit: ResidencyEdit) -> None:
     """Rewrites the unshards that `edit` names."""
-    by_name = {node.name: node for node in graph.nodes}
+    by_name, placeholders = {node.name: node for node in graph.nodes}, Placeholders(graph)
     for name, shard in edit.resident:
         node = by_name[name]
         gathered = fake_empty(val(node), val(node).shape, val(node).dtype)
-        placeholder = add_placeholder(graph, RESIDENT + shard, gathered)
+        placeholder = placeholders.add(RESIDENT + shard, gathered)
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
     for name, shard, count, group in edit.rejoined:
-        by_name[name] = _rejoin(graph, by_name[name], REJOINED + shard, count, group)
+        by_name[name] = _rejoin(graph, placeholders, by_name[name], REJOINED + shard, count, group)
     results = [by_name[name] for name in edit.kept]
     for node in results:
         node.meta[_KEPT] = True
     if edit.resharded:
-        ranks = _ranks(graph, edit, val(by_name[edit.resharded[0][0]]))
+        ranks = _ranks(placeholders, edit, val(by_name[edit.resharded[0][0]]))
         results += [_reshard(graph, by_name[name], ranks[group], count) for name, count, group in edit.resharded]
     if results:
         output_node(graph).args = ((*output_args(graph), *results),)
         keep_strides(output_node(graph), len(results))
 
 
-def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: str) -> Node:
+def _rejoin(
+    graph: Graph, placeholders: Placeholders, node: Node, placeholder_name: str, count: int, group: str
+) -> Node:
     spec = replace(spec_of(node), world_size=count, group=group, device="")
     numel = math.prod(padded_shape(spec.size, count, spec.dim)) // count
-    placeholder = add_placeholder(graph, placeholder_name, fake_empty(val(node), [numel], val(node).dtype))
+    placeholder = placeholders.add(placeholder_name, fake_empty(val(node), [numel], val(node).dtype))
     build = Builder(graph, node)
     rejoined = build.call(UNSHARD, placeholder, str(spec))
     node.replace_all_uses_with(rejoined)
@@ -115,11 +117,11 @@ def _rejoin(graph: Graph, node: Node, placeholder_name: str, count: int, group: 
     return rejoined
 
 
-def _ranks(graph: Graph, edit: ResidencyEdit, like: torch.Tensor) -> dict[str, Node]:
+def _ranks(placeholders: Placeholders, edit: ResidencyEdit, like: torch.Tensor) -> dict[str, Node]:
     """One placeholder for each smaller group: this rank in it, `[1]`, int64."""
     found = {}
     for group in dict.fromkeys(group for _, _, group in edit.resharded):
-        found[group] = add_placeholder(graph, RANK + group, fake_empty(like, [1], torch.int64))
+        found[group] = placeholders.add(RANK + group, fake_empty(like, [1], torch.int64))
     return found
 
 

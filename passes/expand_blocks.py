@@ -12,7 +12,6 @@ Source: inlining, the inverse of outlining.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -23,6 +22,7 @@ from graphshard.compat.tensors import no_fake_mode
 from graphshard.graph.block_calls import BLOCK, BLOCK_BACKWARD, BLOCK_SAVING, body_of
 from graphshard.graph.fake_values import FakeValues
 from graphshard.graph.ir import PassContext, is_call, output_args
+from graphshard.graph.rewriting import Replacements
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,23 @@ def decide(graph: Graph, ctx: PassContext) -> ExpandEdit:
 
 def apply(graph: Graph, edit: ExpandEdit) -> None:
     """Copies the nodes of bodies, with fake values of their own."""
-    by_name = {node.name: node for node in graph.nodes}
+    by_name, replacements, done = {node.name: node for node in graph.nodes}, Replacements(graph), list[Node]()
     for name in edit.calls:
         node = by_name[name]
         call: Any = node.args[1]
         body = body_of(call)
         part = body.backward if is_call(node, BLOCK_BACKWARD) else body.forward
         assert part is not None, call
-        _replace_results(graph, node, _expanded(graph, node, part, call.partition("#")[0]))
+        results = _expanded(graph, node, part, call.partition("#")[0])
+        for item in node.users:
+            place = item.args[1]
+            assert is_call(item, operator.getitem) and isinstance(place, int), item
+            replacements.put(item, results[place])
+        done += (*node.users, node)
+    replacements.finish()
+    for node in done:
+        graph.erase_node(node)
     graph.eliminate_dead_code()  # what a block computes and nobody reads
-
-
-def _replace_results(graph: Graph, node: Node, results: Sequence[Node]) -> None:
-    for user in list(node.users):
-        place = user.args[1]
-        assert is_call(user, operator.getitem) and isinstance(place, int), user
-        user.replace_all_uses_with(results[place])
-        graph.erase_node(user)
-    graph.erase_node(node)
 
 
 def _expanded(graph: Graph, call: Node, part: GraphModule, body: str) -> list[Node]:

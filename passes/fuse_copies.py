@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.graph.builder import Builder, replace
+from graphshard.graph.builder import Builder
 from graphshard.graph.ir import Collective, PassContext, aten, collective, is_call, launches, may_view, val
+from graphshard.graph.rewriting import Replacements
 from graphshard.kernels import can_copy
 from graphshard.kernels import ops as kernels
 
@@ -197,15 +198,18 @@ def _names(nodes: Sequence[Node]) -> tuple[str, ...]:
 
 def apply(graph: Graph, edit: FuseEdit) -> None:
     """Puts the operators in, where the flat buffer was filled or the first parameter was read; erases the rest."""
-    by_name = {node.name: node for node in graph.nodes}
+    by_name, replacements = {node.name: node for node in graph.nodes}, Replacements(graph)
     for fusion in edit.fusions:
         sources = [by_name[name] for name in fusion.sources]
         results = [by_name[name] for name in fusion.results]
         anchor = results[0] if fusion.kind != "gather_copy_out" else sources[0].next
         build = Builder(graph, anchor, **_meta(results[0]))
         for result, new in zip(results, _emitted(build, fusion, sources), strict=True):
-            replace(result, new)
-            _erase(graph, result, fusion.bucket)
+            replacements.put_alike(result, new)
+    replacements.finish()
+    for fusion in edit.fusions:
+        for name in fusion.results:
+            _erase(graph, by_name[name], fusion.bucket)
 
 
 def _emitted(build: Builder, fusion: Fusion, sources: Sequence[Node]) -> Sequence[Node]:

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphshard.fsdp2.settings import UnitSettings
-from graphshard.graph.builder import Builder, replace
+from graphshard.graph.builder import Builder
 from graphshard.graph.emit_gather import emit_gather
 from graphshard.graph.emit_reduction import emit_reduction
 from graphshard.graph.ir import PARTIAL, PassContext, is_call, shard_placeholder
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.rewriting import Replacements
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollectivesEdit:
 def apply(graph: Graph, edit: CollectivesEdit) -> None:
     """Inserts what `edit` names, then erases the markers."""
     by_name = {node.name: node for node in graph.nodes}
-    done: list[Node] = []
+    replacements, done = Replacements(graph), list[Node]()
     for insertion in edit.insertions:
         markers = [by_name[name] for name in insertion.markers]
         build = Builder(graph, by_name[insertion.anchor], bucket_of=insertion.bucket)
@@ -116,7 +117,8 @@ def apply(graph: Graph, edit: CollectivesEdit) -> None:
             partials = [by_name.get(name) for name in insertion.partials]
             results = emit_reduction(build, markers, bucket, unit, fqns, settings, partials, coalesced)
         for marker, result in zip(markers, results, strict=True):
-            replace(marker, result)
+            replacements.put_alike(marker, result)
         done += markers
+    replacements.finish()
     for marker in done:  # last: they are the anchors
         graph.erase_node(marker)

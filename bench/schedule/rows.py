@@ -154,15 +154,15 @@ def summary(rows: Sequence[ScheduleRow]) -> ScheduleSummary | None:
     ratios = {key: row.ratio for key, row in ours.items() if row.ratio is not None}
     if not ratios:
         return None
-    rivals = [row for row in rows if row.system != OURS and row.fits and (row.case, row.direction) in ours]
+    peers = [row for row in rows if row.system != OURS and row.fits and (row.case, row.direction) in ours]
     beaten = []
-    for rival in rivals:
-        mine = ours[rival.case, rival.direction]
-        if mine.time_us is None or (rival.time_us or 0.0) < mine.time_us * (1.0 - _SAME):
-            beaten.append((mine, rival))
+    for peer in peers:
+        mine = ours[peer.case, peer.direction]
+        if mine.time_us is None or (peer.time_us or 0.0) < mine.time_us * (1.0 - _SAME):
+            beaten.append((mine, peer))
     worst = max(ratios, key=ratios.__getitem__)
     return ScheduleSummary(
-        statistics.median(ratios.values()), ratios[worst], " ".join(worst), tuple(beaten), len(rivals)
+        statistics.median(ratios.values()), ratios[worst], " ".join(worst), tuple(beaten), len(peers)
     )
 
 
@@ -198,9 +198,9 @@ def summary_lines(rows: Sequence[ScheduleRow]) -> list[str]:
         f"({found.worst_case})",
         f"graphshard above a peer that fits the budget: {len(found.beaten)} of {found.compared}; wanted: 0",
     ]
-    for mine, rival in found.beaten:
+    for mine, peer in found.beaten:
         ours = "none" if mine.ratio is None else f"{mine.ratio:.4f}"
-        lines.append(f"  {mine.case} {mine.direction}: {ours}, {rival.system} {rival.ratio:.4f}")
+        lines.append(f"  {mine.case} {mine.direction}: {ours}, {peer.system} {peer.ratio:.4f}")
     for system in dict.fromkeys(row.system for row in rows if row.system != OURS):
         ratios = [row.ratio for row in rows if row.system == system and row.ratio is not None]
         fitting = sum(row.fits for row in rows if row.system == system)

@@ -34,7 +34,7 @@ class Contract:
         buckets: in order of launch; of a reduce-scatter and the all-reduce behind it, the first.
         steps: of the program that it was decided for; where its nodes are not these, only their order counts.
         params: all parameters of that program.
-        chosen: what made it: the planner's search, or one of its rivals.
+        chosen: what made it: the planner's search, or one of its baselines.
     """
 
     buckets: tuple[PlannedBucket, ...]

@@ -1,4 +1,4 @@
-"""Everything private of torch (2.11 to 2.15), each behind a plain function; a file for each part of torch.
+"""What torch (2.11 to 2.15) and CPython keep private, but for FSDP2: a plain function each, a file for each part of it.
 
 Imports nothing of graphshard.
 """

@@ -58,7 +58,7 @@ CATEGORIES = {
     "reduced_bytes": "reduced gradients (shards)",
     "buffer_bytes": "collective buffers",
 }
-_RIVALS = {
+_BASELINES = {
     "fsdp2": "FSDP2's own: one bucket per unit, gathered one unit ahead",
     "per_parameter": "one collective per parameter, none ahead of its use",
     "fixed_size": "buckets of a fixed size, gathered one bucket ahead",
@@ -88,7 +88,7 @@ def overview(programs: Sequence[PlannedProgram]) -> Table:
 
 def section(program: PlannedProgram, top: int | None = None) -> Section:
     """What is said about one program; of the waits, only the `top` longest."""
-    tables = [_time_parts(program), _waits(program, top), _memory(program), _rivals(program)]
+    tables = [_time_parts(program), _waits(program, top), _memory(program), _baselines(program)]
     tables += [_measured(program), bucket_table(program)]
     title = f"{program.title} (plan: {program.plan})"
     return Section(title, verdict(program), figures(program), tuple(table for table in tables if table.rows))
@@ -200,13 +200,15 @@ def _memory(program: PlannedProgram) -> Table:
     return Table("Memory at its peak", ("held by", ">size", ">share"), rows)
 
 
-def _rivals(program: PlannedProgram) -> Table:
-    if not program.rivals:
+def _baselines(program: PlannedProgram) -> Table:
+    if not program.baselines:
         return Table("Other schedules", (), ())
     mine = ("this plan", program.simulation.step_us, program.simulation.peak_bytes)
     rows = []
-    for name, us, peak_bytes in sorted([mine, *program.rivals], key=lambda rival: (rival[1], rival != mine, rival[0])):
-        remark = _RIVALS.get(name, "")
+    for name, us, peak_bytes in sorted(
+        [mine, *program.baselines], key=lambda baseline: (baseline[1], baseline != mine, baseline[0])
+    ):
+        remark = _BASELINES.get(name, "")
         if program.budget_bytes is not None and peak_bytes > program.budget_bytes:
             remark = f"{remark}; over the budget" if remark else "over the budget"
         ratio = format_ratio(us, program.simulation.step_us)

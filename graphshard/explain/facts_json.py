@@ -52,7 +52,7 @@ def _program(program: PlannedProgram) -> dict[str, Any]:
             for wait in waits_of(program)
         ],
         "buckets": [_bucket(program, row) for row in program.buckets],
-        "rivals": [{"name": name, "step_us": _us(us), "peak_bytes": size} for name, us, size in program.rivals],
+        "baselines": [{"name": name, "step_us": _us(us), "peak_bytes": size} for name, us, size in program.baselines],
     }
 
 

@@ -27,7 +27,7 @@ class PlannedProgram:
         problem, schedule, simulation, lower_bound_us: as the planner has them; the three must belong together.
         plan: ``"auto"``, ``"fsdp2"``, or the path of a plan file.
         bucket_names: one for each bucket of the schedule, such as ``"gather:layers.0"``.
-        rivals: (name, time in us, peak bytes) of other schedules of the same problem.
+        baselines: (name, time in us, peak bytes) of other schedules of the same problem.
         budget_bytes: that the plan had to keep; None: none was given.
         measured: bucket, or collective of the model's own -> medians of real runs, in us: when it was launched, when
             its wait was over, both from the program's start, and how long the computation waited; None: none.
@@ -43,7 +43,7 @@ class PlannedProgram:
     lower_bound_us: float
     plan: str
     bucket_names: tuple[str, ...]
-    rivals: tuple[tuple[str, float, int], ...] = ()
+    baselines: tuple[tuple[str, float, int], ...] = ()
     budget_bytes: int | None = None
     measured: Mapping[str, tuple[float, float, float]] | None = None
 

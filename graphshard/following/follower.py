@@ -256,7 +256,7 @@ class Follower:
         for call in holdings.calls:
             if call.role is not role and call.follows():
                 again |= binding.overlap(call.sent)
-                units_again |= binding.parts & holdings.split.units & call.binding.unit_set
+                units_again |= binding.parts.intersection(holdings.split.units) & call.binding.unit_set
         usual = BackwardRequest(asked.entry, (), again, units_again, asked.inputs_only, role, binding)
         if isinstance(role.leg, Leg):
             return role.leg.programs.enter_backward(role.leg, usual)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphshard.compat.tensors import fake_contiguous
-from graphshard.errors import VerifyError
 from graphshard.graph.ir import aten, fake, val
 
 
@@ -70,18 +69,6 @@ class Builder:
         if (value := fake_contiguous(val(node), shape, is_view=True)) is None:
             return self.call(aten.reshape.default, node, list(shape))
         return self._add(value, aten.reshape.default, (node, list(shape)), {})
-
-
-def replace(old: Node, new: Node) -> None:
-    """Puts `new` in the place of `old` everywhere.
-
-    Raises:
-        VerifyError: G3, if their shapes, dtypes or strides differ: the nodes behind would be wrong, silently.
-    """
-    layouts = [(tuple(v.shape), v.dtype, v.stride()) for v in (val(old), val(new))]
-    if layouts[0] != layouts[1]:
-        raise VerifyError("G3", f"%{new.name} replaces %{old.name}: got {layouts[1]}, want {layouts[0]}")
-    old.replace_all_uses_with(new)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

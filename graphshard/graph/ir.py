@@ -312,15 +312,6 @@ def fake_empty(like: Any, shape: Sequence[int], dtype: torch.dtype, device: torc
         return torch.empty(tuple(shape), dtype=dtype, device=device or like.device)
 
 
-def add_placeholder(graph: Graph, name: str, value: Tensor) -> Node:
-    """A new placeholder behind the others; `value` is its fake value."""
-    last: Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    node.meta["val"] = value
-    return node
-
-
 def val(node: Any) -> Any:
     """The fake value of a node."""
     return node.meta["val"]

@@ -54,7 +54,7 @@ class StoredProgram:
         buckets: in order of launch.
         steps: everything that happens to them, in program order.
         kept: of a forward: units that stay gathered until their backward; None: FSDP2's flags say.
-        chosen: ``"search"``, or the rival that won.
+        chosen: ``"search"``, or the baseline that won.
         budget_bytes: most that the program may allocate.
         predicted: by the simulator.
     """

@@ -122,13 +122,13 @@ def _decision(plan: Plan, stored: StoredProgram, problem: Problem, where: str, b
             raise _mismatch(where, stored, f"{got}, want at most its {name}, {most}", plan)
     makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
     compared = makers if plan.mode == "auto" else {}
-    rivals = {name: simulate(problem, make(problem)) for name, make in compared.items()}
+    baselines = {name: simulate(problem, make(problem)) for name, make in compared.items()}
     choice = Choice(
         schedule,
         simulation,
         lower_bound_us(problem),
         stored.chosen,
-        tuple((name, rival.step_us, rival.peak_bytes) for name, rival in rivals.items()),
+        tuple((name, baseline.step_us, baseline.peak_bytes) for name, baseline in baselines.items()),
     )
     return Decision(problem, choice, stored.plan, stored.budget_bytes, stored.kept)
 

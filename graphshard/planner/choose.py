@@ -28,16 +28,16 @@ class Choice:
     """A schedule, what it takes, and what it was compared with.
 
     Attributes:
-        name: ``"search"``, or the rival that won.
-        rivals: (name, time in us, peak bytes) of FSDP2's schedule, of one collective per parameter, and of buckets of a
-            fixed size.
+        name: ``"search"``, or the baseline that won.
+        baselines: (name, time in us, peak bytes) of FSDP2's schedule, of one collective per parameter, and of buckets
+            of a fixed size.
     """
 
     schedule: Schedule
     simulation: Simulation
     lower_bound_us: float
     name: str
-    rivals: tuple[tuple[str, float, int], ...]
+    baselines: tuple[tuple[str, float, int], ...]
 
 
 class BudgetTooSmall(ValueError):
@@ -58,15 +58,15 @@ def best_schedule(
     Raises:
         BudgetTooSmall: no schedule was found; says the least that one needs, and which unit needs it.
     """
-    rivals = {
+    baselines = {
         "fsdp2": fsdp2_schedule(problem),
         "per_parameter": per_parameter_schedule(problem),
         "fixed_size": fixed_size_schedule(problem),
     }
-    simulations = {name: simulate(problem, schedule) for name, schedule in rivals.items()}
+    simulations = {name: simulate(problem, schedule) for name, schedule in baselines.items()}
     if budget_bytes is None:
         budget_bytes = simulations["fsdp2"].peak_bytes
-    found = dict(rivals)
+    found = dict(baselines)
     best_found: ScheduledCandidate | None = None
     search = (searched_by_blocks if reuse_blocks else searched)(problem, budget_bytes, trials)
     for candidate in search.good()[:_COMPARED]:
@@ -98,7 +98,7 @@ def best_schedule(
         simulations[best],
         lower_bound_us(problem),
         best,
-        tuple((name, simulations[name].step_us, simulations[name].peak_bytes) for name in rivals),
+        tuple((name, simulations[name].step_us, simulations[name].peak_bytes) for name in baselines),
     )
 
 

@@ -47,12 +47,12 @@ def remembered_schedule(problem: Problem, budget_bytes: int) -> Choice:
         simulation = simulate(problem, schedule)
         if simulation.peak_bytes > budget_bytes:
             raise ValueError(f"allocates {simulation.peak_bytes} bytes, want at most {budget_bytes}")
-        rivals = tuple((str(name), float(us), int(peak)) for name, us, peak in entry["rivals"])
-        return Choice(schedule, simulation, lower_bound_us(problem), str(entry["name"]), rivals)
+        baselines = tuple((str(name), float(us), int(peak)) for name, us, peak in entry["baselines"])
+        return Choice(schedule, simulation, lower_bound_us(problem), str(entry["name"]), baselines)
 
     def encoded(choice: Choice) -> Any:
         buckets = [(bucket.kind, bucket.members) for bucket in choice.schedule.buckets]
-        return {"name": choice.name, "buckets": buckets, "steps": choice.schedule.steps, "rivals": choice.rivals}
+        return {"name": choice.name, "buckets": buckets, "steps": choice.schedule.steps, "baselines": choice.baselines}
 
     key = _key("schedule", problem, budget_bytes)
     return _remembered(key, lambda: best_schedule(problem, budget_bytes), encoded, decoded)

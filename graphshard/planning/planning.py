@@ -257,16 +257,18 @@ class RegionPlanning:
         if not problem.gathers and not problem.reductions:
             return None
         makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
-        rivals = {name: simulate(problem, make(problem)) for name, make in makers.items()}
+        baselines = {name: simulate(problem, make(problem)) for name, make in makers.items()}
         choice = Choice(
             schedule,
             simulate(problem, schedule),
             lower_bound_us(problem),
             contract.chosen,
-            tuple((name, rival.step_us, rival.peak_bytes) for name, rival in rivals.items()) if self.chooses else (),
+            tuple((name, baseline.step_us, baseline.peak_bytes) for name, baseline in baselines.items())
+            if self.chooses
+            else (),
         )
         kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
-        most = budget_bytes or max(rivals["fsdp2"].peak_bytes, self._step_bytes)
+        most = budget_bytes or max(baselines["fsdp2"].peak_bytes, self._step_bytes)
         return Decision(problem, choice, named_plan(problem, schedule), most, kept)
 
     def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from graphshard.fsdp2 import Unit
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS
 from graphshard.graph.ir import Direction, Flags, ParamRef
 from graphshard.graph.markers import padded_shape
@@ -29,7 +27,7 @@ class CallingConvention:
     Attributes:
         flags: of the program.
         resident, rejoined, kept, resharded: slots.
-        ranks: units whose place in their post-forward group is an argument.
+        ranks: this rank's place, and its device, by post-forward group: arguments. No units, which hold their model.
         added: (slot, whether the pending sum is added, not what is held).
         partial: slots.
         unreduced: (slot, position of its gradient among the results) that go into what is held.
@@ -43,7 +41,7 @@ class CallingConvention:
     rejoined: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     resharded: list[int] = field(default_factory=list)
-    ranks: list[Unit] = field(default_factory=list)
+    ranks: dict[tuple[int, str], tuple[int, torch.device]] = field(default_factory=dict)
     added: list[tuple[int, bool]] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
     unreduced: list[tuple[int, int]] = field(default_factory=list)
@@ -55,13 +53,9 @@ class CallingConvention:
         """Arguments behind the graph's own."""
         args: list[Any] = [shards[slot].full for slot in self.resident]
         args += [shards[slot].post_forward for slot in self.rejoined]
-        args += [_rank(unit) for unit in self.ranks]
+        args += [torch.tensor([rank], device=device) for rank, device in self.ranks.values()]
         args += [shards[slot].pending if pending else shards[slot].held for slot, pending in self.added]
         return args + [shards[slot].partial for slot in self.partial]
-
-
-def _rank(unit: Unit) -> Tensor:
-    return torch.tensor([unit.post_forward_rank], device=unit.device)
 
 
 def calling_convention(
@@ -94,9 +88,8 @@ def calling_convention(
                 convention.dropped.append(slot)
             if slot in reduced and bits[slot] & REACHED and not inputs_only:
                 _reduce(convention, slot, reduced[slot], bits[slot], state)
-        known = [other.post_forward for other in convention.ranks]
-        if any(slot in convention.resharded for slot in slots) and unit.post_forward not in known:
-            convention.ranks.append(unit)
+        if unit.post_forward is not None and any(slot in convention.resharded for slot in slots):
+            convention.ranks[unit.post_forward] = unit.post_forward_rank, unit.device
     shards = binding.shards
     convention.flags = Flags(
         resident=tuple(names[slot] for slot in convention.resident),

@@ -92,7 +92,7 @@ class Calls:
         region: number of the region.
     """
 
-    def __init__(self, live: weakref.WeakSet[Call], split: set[Unit], region: int) -> None:
+    def __init__(self, live: weakref.WeakSet[Call], split: weakref.WeakSet[Unit], region: int) -> None:
         self._live = live
         self._split = split
         self._region = region
@@ -123,7 +123,7 @@ class Calls:
             )
         self._live.discard(call)
         binding, again = call.binding, frozenset[Shard]()
-        split, units_again = binding.parts & self._split, frozenset[Unit]()
+        split, units_again = binding.parts.intersection(self._split), frozenset[Unit]()
         for other in self._live:
             shared, units = binding.overlap(other.sent), split & other.binding.unit_set
             if not (shared <= again and units <= units_again) and other.follows():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
@@ -21,7 +23,7 @@ class SplitUnits:
         report: of the model.
 
     Attributes:
-        units: that are split; they are gathered and reduced by programs of their own.
+        units: that are split; they are gathered and reduced by programs of their own. Weak, since regions have them.
     """
 
     def __init__(self, shards: ShardTable, forward: RunningForward, residency: Residency, report: Report) -> None:
@@ -29,17 +31,17 @@ class SplitUnits:
         self._forward = forward
         self._residency = residency
         self._report = report
-        self.units: set[Unit] = set()
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def in_forward(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
         """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
         if broken or self._forward.nested or self._forward.regions_run:
-            for unit in self._shards.in_order(parts - self.units):
+            for unit in self._shards.in_order(parts.difference(self.units)):
                 self._report.note_once(
                     f"unit '{unit.name or 'root'}' is used in parts by several regions, as behind a graph break "
                     "or with regions='unit': it is gathered and reduced as a whole, outside the graphs"
                 )
-            self.units |= parts
+            self.units.update(parts)
             return parts
         # What is not used here of a list of modules is for another call.
         behind = self._residency.behind_forward

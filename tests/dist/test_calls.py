@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import models
@@ -380,19 +378,3 @@ def test_recompile_limit_leaves_the_result_right_and_is_reported(run: TrainingRu
         assert report.regions == 8  # Dynamo's limit
         assert report.eager_unshards == {f"steps.{i}.{name}": 2 for i in range(8, 12) for name in ("weight", "bias")}
         assert len(report.fallbacks) == 4
-
-
-def deleted_models() -> None:
-    for backend in ("aot_eager", "eager"):
-        dead = []
-        for _ in range(2):
-            model = compiled(backend=backend)
-            model(*batch()).square().mean().backward()
-            dead.append(weakref.ref(model))
-            del model
-            gc.collect()
-        assert [ref() for ref in dead] == [None, None]
-
-
-def test_deleted_models_are_freed(two_ranks: WorkerPool) -> None:
-    two_ranks.run(deleted_models)

@@ -68,8 +68,8 @@ class Helped(nn.Module):
 @pytest.mark.parametrize("at_once", [True, False])
 @training_test(tolerance=BITWISE)
 def test_backward_hook_on_one_block_that_a_function_calls(run: TrainingRun, at_once: bool) -> None:
-    build = Helped(models.mlps(4))
-    model = run.shard(build, units=[f"layers.{number}" for number in range(4)])
+    build = Helped(models.mlps(3))  # without the one that has a hook too few for twins, which look at hooks, too
+    model = run.shard(build, units=[f"layers.{number}" for number in range(3)])
     for index in range(3):
         if index == (0 if at_once else 1):
             model.layers[2].register_full_backward_hook(halve)

@@ -134,7 +134,7 @@ def test_plan_takes_what_is_gathered_already(behind: int) -> None:
 def test_plan_reshards_to_fewer_ranks() -> None:
     convention = forward(binding(), replace(STATE, behind=TO_POST_FORWARD, post_forward=(2, "1")))
     assert convention.flags.resharded == ("root_a",)
-    assert [unit.name for unit in convention.ranks] == [""]
+    assert convention.ranks == {(2, "7"): (1, torch.device("cpu"))}
     assert [arg.tolist() for arg in convention.extra_args(binding().shards)] == [[1]]
 
 

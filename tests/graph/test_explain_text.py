@@ -13,12 +13,12 @@ from graphshard.explain import Explanation, print_explanation
 from graphshard.explain.plain_text import summary_text
 from tests.graph.planned_programs import MIB, deep_program, explanation, small_program
 
-RIVALS = (("fsdp2", 1500.0, 20 * MIB), ("other", 3000.0, 90 * MIB))
+BASELINES = (("fsdp2", 1500.0, 20 * MIB), ("other", 3000.0, 90 * MIB))
 MEASURED = {"gather:0": (3.0, 260.0, 251.5), "reduce:2": (700.0, 1100.0, 90.0)}
 
 
 def full_program() -> Explanation:
-    program = small_program(plan="auto", rivals=RIVALS, budget_bytes=24 * MIB, measured=MEASURED)
+    program = small_program(plan="auto", baselines=BASELINES, budget_bytes=24 * MIB, measured=MEASURED)
     return explanation(program, notes=("region 1 is not planned: it has one unit.",))
 
 

@@ -1,4 +1,4 @@
-"""The search: within the budget, never slower than its rivals, near the bound and near the optimum."""
+"""The search: within the budget, never slower than its baselines, near the bound and near the optimum."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_list_schedule_is_timed_as_by_the_simulator_and_keeps_the_budget(
 
 @few
 @given(problems(most=4), st.sampled_from((0.7, 1.0, 1.5)))
-def test_best_schedule_is_within_the_budget_and_no_slower_than_rivals(problem: Problem, factor: float) -> None:
+def test_best_schedule_is_within_the_budget_and_no_slower_than_baselines(problem: Problem, factor: float) -> None:
     budget = int(simulate(problem, fsdp2_schedule(problem)).peak_bytes * factor)
     try:
         choice = best_schedule(problem, budget)
@@ -68,7 +68,7 @@ def test_best_schedule_is_within_the_budget_and_no_slower_than_rivals(problem: P
     assert choice.simulation == simulate(problem, choice.schedule)
     assert choice.simulation.peak_bytes <= budget
     assert choice.simulation.step_us >= choice.lower_bound_us * (1 - 1e-9) - 1e-9
-    for _, us, peak_bytes in choice.rivals:
+    for _, us, peak_bytes in choice.baselines:
         assert peak_bytes > budget or choice.simulation.step_us <= us
 
 
@@ -77,8 +77,8 @@ def test_best_schedule_is_within_the_budget_and_no_slower_than_rivals(problem: P
 def test_best_schedule_is_not_beaten_by_much_by_any_of_a_family(problem: Problem, factor: float) -> None:
     same = [replace(g, key=0, transfer=problem.gathers[0].transfer) for g in problem.gathers]
     problem = replace(problem, gathers=tuple(same), reductions=tuple(replace(r, then=None) for r in problem.reductions))
-    rivals = (fsdp2_schedule(problem), per_parameter_schedule(problem))
-    budget = int(max(simulate(problem, rival).peak_bytes for rival in rivals) * factor)
+    baselines = (fsdp2_schedule(problem), per_parameter_schedule(problem))
+    budget = int(max(simulate(problem, baseline).peak_bytes for baseline in baselines) * factor)
     assert best_schedule(problem, budget).simulation.step_us <= 1.1 * optimum_us(problem, budget) + 1e-6
 
 
@@ -88,7 +88,7 @@ def test_best_schedule_of_a_stack_is_near_the_bound(backward: bool, op_us: float
     problem = stack(10, backward, op_us=op_us)
     choice = best_schedule(problem, 10**6)
     assert choice.simulation.step_us <= 1.1 * choice.lower_bound_us
-    assert choice.simulation.step_us < min(us for _, us, _ in choice.rivals)
+    assert choice.simulation.step_us < min(us for _, us, _ in choice.baselines)
 
 
 def test_best_schedule_is_deterministic() -> None:

@@ -14,10 +14,11 @@ from torch.fx import Graph, Node
 from graphshard.errors import VerifyError
 from graphshard.fsdp2.settings import UnitSettings
 from graphshard.graph import verify
-from graphshard.graph.builder import Builder, replace
+from graphshard.graph.builder import Builder
 from graphshard.graph.ir import REDUCE_SCATTER, aten, launches, output_node, val
 from graphshard.graph.liveness import peak_bytes
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
+from graphshard.graph.rewriting import Replacements
 from tests.graph import test_verify_collectives
 from tests.graph.graphs import (
     BF16,
@@ -113,9 +114,10 @@ def test_g3_rejects_a_stale_fake_value_of_a_split() -> None:
 def test_g3_rejects_a_replacement_of_another_layout() -> None:
     marked = toy_forward(toy_weights())
     old, bias = marked.node("unshard_default"), marked.node("unshard_default_1")
+    replacements = Replacements(marked.graph)
     with pytest.raises(VerifyError, match=r"^\[G3\] %unshard_default_1 replaces %unshard_default: "):
-        replace(old, bias)
-    replace(old, marked.node("unshard_default_2"))
+        replacements.put_alike(old, bias)
+    replacements.put_alike(old, marked.node("unshard_default_2"))
     assert not old.users
 
 

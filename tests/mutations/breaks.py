@@ -146,6 +146,13 @@ MUTATIONS = (
         "            if True:\n",
         ("tests/dist/test_user_code.py", "-k", "function_calls"),
     ),
+    Mutation(
+        "what Dynamo keeps holds units, and so models",
+        "graphshard/state/split_units.py",
+        "weakref.WeakSet[Unit] = weakref.WeakSet()",
+        "set[Unit] = set()",
+        ("tests/dist/test_deleted_models.py",),
+    ),
     # -- following
     Mutation(
         "what ranks hold of a leg before it is entered is gathered again",
