@@ -342,16 +342,18 @@ def save_plan(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: compiled by `compile`, with any `plan`.
-        path: of the file; its name should end in ``.json``.
+        path: of the file; its name ends in ``.json``, by which `compile` knows it.
 
     Raises:
         TypeError: an argument is not one of those above.
-        ValueError: `model` is not compiled, or has planned nothing yet.
+        ValueError: `model` is not compiled, or has planned nothing yet; `path` ends otherwise.
         OSError: the file cannot be written.
     """
     where = "graphshard.save_plan"
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{where}: path: got {type(path).__name__}, want the path of a file")
+    if not os.fspath(path).endswith(".json"):
+        raise ValueError(f"{where}: path: got {os.fspath(path)!r}, want a name that ends in .json")
     engine = need_engine(model, where)
     plan = (
         None

@@ -30,6 +30,7 @@ from graphshard.passes import (
     outline_blocks,
     share_reads,
     split_blocks,
+    sum_by_units,
     tag_reshard,
 )
 
@@ -55,7 +56,10 @@ class Pass:
     permutes: bool = False
 
 
-CAPTURED = (Pass("share_reads", share_reads.decide, share_reads.apply),)
+CAPTURED = (
+    Pass("share_reads", share_reads.decide, share_reads.apply),
+    Pass("sum_by_units", sum_by_units.decide, sum_by_units.apply),
+)
 
 COLLAPSE = Pass("collapse_blocks", collapse_blocks.decide, collapse_blocks.apply, optional=True)
 EXPAND = Pass("expand_blocks", expand_blocks.decide, expand_blocks.apply)

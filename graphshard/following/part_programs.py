@@ -182,7 +182,7 @@ class PartPrograms:
     def _deliver(self, shards: Sequence[Shard], reduced: Sequence[Tensor | None]) -> None:
         for shard, grad in zip(shards, reduced, strict=True):
             if grad is not None:
-                shard.param.deliver_grad(grad)
+                shard.deliver(grad)
 
     # -- the end of a pass
 

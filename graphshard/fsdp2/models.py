@@ -114,8 +114,8 @@ class _Slot:
     replacement: Callable[..., Any]
 
 
-# Pre-forward and post-forward hook of a unit's mixed-precision policy.
-CastHooks = Callable[[MixedPrecisionPolicy], tuple[Callable[..., Any], Callable[..., Any]]]
+# Pre-forward and post-forward hook for a unit's mixed-precision policy, and whether it is of one module.
+UnitHooks = Callable[[MixedPrecisionPolicy, bool], tuple[Callable[..., Any], Callable[..., Any]]]
 # (method, pre-forward hook, post-forward hook) -> the method as the compiled model calls it.
 MakeMethod = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
 
@@ -124,22 +124,23 @@ class ForwardHooks:
     """FSDP2's forward hooks of a model: off while it runs compiled, on for FSDP2's own engine.
 
     While one is off, a hook that can be traced stands at its place, between the hooks of users: it does the casts of
-    the unit's mixed-precision policy, or nothing. Likewise for methods of `register_fsdp_forward_method`.
+    the unit's mixed-precision policy, and what else the graph has to know of the unit. Likewise for methods of
+    `register_fsdp_forward_method`.
 
     Args:
         model: the annotated model.
-        cast_hooks: gets a unit's policy.
+        unit_hooks: gets a unit's policy.
         make_method: gets a registered method.
     """
 
-    def __init__(self, model: nn.Module, cast_hooks: CastHooks, make_method: MakeMethod) -> None:
+    def __init__(self, model: nn.Module, unit_hooks: UnitHooks, make_method: MakeMethod) -> None:
         self._model = model
-        self._cast_hooks = cast_hooks
+        self._unit_hooks = unit_hooks
         self._make_method = make_method
         self._slots: list[_Slot] = []
         for state in _states(model).values():
-            pre, post = cast_hooks(state._mp_policy)
             handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+            pre, post = unit_hooks(state._mp_policy, handles[0] is not handles[1])
             if handles[0] is handles[1]:  # a list of modules: one handle holds the pre-hooks, then the post-hooks
                 singles = handles[0].handles
                 half = len(singles) // 2
@@ -172,7 +173,7 @@ class ForwardHooks:
                 function = getattr(value, "__func__", None)
                 if getattr(function, "__code__", None) is not _WRAPPED_METHOD:
                     continue
-                hooks = self._cast_hooks(module._get_fsdp_state()._mp_policy)  # type: ignore[operator]
+                hooks = self._unit_hooks(module._get_fsdp_state()._mp_policy, True)  # type: ignore[operator]
                 method = self._make_method(value.__wrapped__, *hooks)
                 slot = _Slot(vars(module), name, value, MethodType(method, module))
                 self._slots.append(slot)

@@ -132,8 +132,6 @@ class ShardedParam:
         is there.
         """
         raw = self._raw
-        if not raw.sharded_param.requires_grad:
-            return  # frozen since forward
         local = flat_grad.view(raw.padded_sharded_param_size)
         if raw.sharded_size != raw.padded_sharded_param_size:
             local = local[: raw.sharded_size[0]]  # other dims than 0 are never padded

@@ -22,7 +22,7 @@ from graphshard.graph.markers import REDUCE_GRAD, UNSHARD, ShardSpec
 from graphshard.graph.plan import ProgramPlan
 from graphshard.graph.user_comms import CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
-Direction = Literal["captured", "joint", "forward", "backward", "inference"]
+Direction = Literal["captured", "inner", "joint", "forward", "backward", "inference"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _c10d = torch.ops._c10d_functional
@@ -127,7 +127,7 @@ class PassContext:
     """What a pass may know besides the graph.
 
     Attributes:
-        direction: which graph this is.
+        direction: which graph this is; inner: of one that was captured.
         params: the sharded parameters by the name of the placeholder that holds their shard.
         flags: the run-time state that the program is lowered for.
         planner: chooses buckets and their places for the marked graph; None: FSDP2's.

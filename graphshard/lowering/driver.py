@@ -69,12 +69,20 @@ def run_captured_passes(gm: GraphModule, title: str) -> None:
     """
     for name, inner in gm.named_modules():
         if isinstance(inner, GraphModule):
-            for step in CAPTURED:
-                if edit := step.decide(inner.graph, PassContext("captured")):
+            ctx = PassContext("inner" if name else "captured")
+            for number, step in enumerate(CAPTURED, start=1):
+                if edit := step.decide(inner.graph, ctx):
                     step.apply(inner.graph, edit)
                     if env.verify_level():
                         verify.check_lint(inner.graph)
-                    _dump(env.dump_dir(), f"{title}{'.' + name if name else ''}", 1, step.name, inner.graph, str(edit))
+                    _dump(
+                        env.dump_dir(),
+                        f"{title}{'.' + name if name else ''}",
+                        number,
+                        step.name,
+                        inner.graph,
+                        str(edit),
+                    )
                     inner.recompile()
 
 
@@ -83,7 +91,7 @@ def collapse(graph: Graph, edit: object, title: str) -> None:
     COLLAPSE.apply(graph, edit)
     if env.verify_level():
         verify.check_lint(graph)
-    _dump(env.dump_dir(), f"{title}.captured", 2, COLLAPSE.name, graph, str(edit))
+    _dump(env.dump_dir(), f"{title}.captured", len(CAPTURED) + 1, COLLAPSE.name, graph, str(edit))
 
 
 def expand(gm: GraphModule, title: str) -> None:

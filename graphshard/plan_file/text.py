@@ -107,6 +107,8 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
     """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"plan file {target}: got a folder that is not there, {target.parent}; make it first")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.write_text(plan_text(plan), encoding="utf-8", newline="\n")

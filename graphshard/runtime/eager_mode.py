@@ -9,7 +9,7 @@ from torch import nn
 
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
-from graphshard.capture.casts import cast_hooks
+from graphshard.capture.unit_hooks import unit_hooks
 from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.state.holdings import Holdings
@@ -33,7 +33,7 @@ class EagerMode:
         self._units = units
         self._context = context
         self._holdings = holdings
-        self._hooks = fsdp2.ForwardHooks(model, cast_hooks, marked_classes.forward_method)
+        self._hooks = fsdp2.ForwardHooks(model, unit_hooks, marked_classes.forward_method)
         self._ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self.compiled = True
 

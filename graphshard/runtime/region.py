@@ -165,7 +165,7 @@ class Region:
         grads = self._run_asked(graph, args, asked)
         for slot, position in graph.reduced.items():
             if grads[position] is not None:
-                shards[slot].param.deliver_grad(grads[position])
+                shards[slot].deliver(grads[position])
 
     def _run_asked(self, graph: MarkedGraph, args: list[Any], asked: BackwardRequest) -> list[Any]:
         binding = self._runner.bind(graph, args)

@@ -67,11 +67,12 @@ class Shard:
         `load_state_dict(assign=True)`.
 
         Raises:
-            RuntimeError: if an unreduced gradient of another dtype or size is held.
+            RuntimeError: if an unreduced gradient is held, and the storage changed.
         """
-        if self.param.flat_shard is self._source and self.param.parameter.requires_grad == self.leaf.requires_grad:
+        same = self.param.flat_shard is self._source
+        if same and self.param.parameter.requires_grad == self.leaf.requires_grad:
             return
-        if self.held is not None or self.partial is not None:
+        if not same and (self.held is not None or self.partial is not None):
             raise RuntimeError(
                 f"{self.fqn}: its parameter changed while an unreduced gradient was held; run one backward with "
                 "set_requires_gradient_sync(True) before"
@@ -213,6 +214,11 @@ class Shard:
         else:
             self.pending = self.pending + grad
 
+    def deliver(self, grad: Tensor) -> None:
+        """Puts a reduced gradient on the parameter; one that was frozen since forward gets none, as in FSDP2."""
+        if self.param.parameter.requires_grad or not self.leaf.requires_grad:
+            self.param.deliver_grad(grad)
+
     def drop_grads(self) -> None:
         """Forgets all that is not reduced yet."""
         self.held = self.pending = self.partial = None
@@ -228,7 +234,7 @@ def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
         grad, leaf.grad = leaf.grad, None
         shard = shard_of()
         if grad is not None and shard is not None:  # None: the program left it unreduced, or none flowed
-            shard.param.deliver_grad(grad)
+            shard.deliver(grad)
 
     return hand_over
 

@@ -304,3 +304,18 @@ def test_gradients_that_are_an_argument_of_backward_leave_it_as_it_is(run: Train
         if index < 2:
             grad.zero_()  # the caller's own
     run.observe(grad.sum(), model)
+
+
+@pytest.mark.parametrize("trained_again", [False, True])
+@training_test(tolerance=BITWISE)
+def test_parameter_frozen_with_a_gradient_of_an_earlier_microbatch(run: TrainingRun, trained_again: bool) -> None:
+    model: Any = run.shard(models.mlps(2), units=["1", "2"])
+    for index in range(4):
+        model.set_requires_gradient_sync(index in (1, 3))
+        if index == 1:
+            model[1].up.weight.requires_grad_(False)
+        if index == 2:
+            model[1].up.weight.requires_grad_(trained_again)
+        loss = loss_of(model, run, index)
+        loss.backward()
+        run.observe(loss, model)

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture.casts import cast_hooks
 from graphshard.capture.marked_classes import forward_method
+from graphshard.capture.unit_hooks import unit_hooks
 from graphshard.reporting.report import Report
 from graphshard.state.shards import ParameterWatch, Shard
 from graphshard.testing import WorkerPool
@@ -108,7 +108,7 @@ def hooks_come_back() -> None:
         model.register_forward_hook(lambda *_: order.append("last"))
         keys = [list(model._forward_pre_hooks), list(model._forward_hooks)]
         functions = [list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())]
-        hooks = fsdp2.ForwardHooks(model, cast_hooks, forward_method)
+        hooks = fsdp2.ForwardHooks(model, unit_hooks, forward_method)
         for _ in range(2):
             hooks.detach()
             hooks.detach()

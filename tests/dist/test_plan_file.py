@@ -218,6 +218,8 @@ def refuses_arguments(path: str) -> None:
         graphshard.save_plan(model, path)
     with pytest.raises(TypeError, match="save_plan: path: got int"):
         graphshard.save_plan(model, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"save_plan: path: got 'plan\.txt', want a name that ends in \.json"):
+        graphshard.save_plan(model, "plan.txt")
     with pytest.raises(ValueError, match="save_plan: got a Decoder that is not compiled"):
         graphshard.save_plan(models.Decoder(), path)
     step(model, inputs)

@@ -172,7 +172,7 @@ def test_file_is_replaced_whole(tmp_path: Path) -> None:
     write_plan(backward_plan(), path)
     assert load_plan(path) == load_plan(str(path)) == backward_plan()
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="missing; make it first"):
         write_plan(backward_plan(), tmp_path / "missing" / "plan.json")
 
 

@@ -243,10 +243,10 @@ MUTATIONS = (
     # -- capture
     Mutation(
         "outputs are not cast to output_dtype",
-        "graphshard/capture/casts.py",
+        "graphshard/capture/unit_hooks.py",
         "return None if output_dtype is None else cast_floating(output, output_dtype)",
         "return None",
-        ("tests/graph/test_casts.py",),
+        ("tests/graph/test_unit_hooks.py",),
     ),
     Mutation(
         "blocks that share a module become units",
@@ -277,6 +277,13 @@ MUTATIONS = (
         "(settings.scatter_buffers for _, settings in ctx.flags.units), default=1)",
         "(settings.scatter_buffers for _, settings in ctx.flags.units), default=2)",
         ("tests/graph/test_order_launches.py", "tests/graph/test_golden.py"),
+    ),
+    Mutation(
+        "aliases at the entries of units are all taken away",
+        "passes/sum_by_units.py",
+        "return others > 0 and (twice or goes_on or uses > 1)",
+        "return False",
+        ("tests/dist/test_sums_of_units.py", "-k", "cross"),
     ),
     Mutation(
         "a read behind a write does not see it",

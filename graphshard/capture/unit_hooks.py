@@ -1,5 +1,5 @@
-"""What FSDP2's forward hooks cast: a unit's inputs to param_dtype, its output to output_dtype, as hooks that can be
-traced.
+"""What FSDP2's forward hooks do with a unit's inputs and output, as hooks that can be traced: they cast inputs to
+param_dtype and the output to output_dtype, and tell apart what the unit adds to gradients.
 """
 
 from __future__ import annotations
@@ -14,26 +14,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.capture.unit_inputs import entering
+from graphshard.compat.dynamo import inline_only
+
 Hook = Callable[..., Any]
 
 
 @cache  # equal policies share their hooks, so that equal blocks share compiled code
-def cast_hooks(policy: MixedPrecisionPolicy) -> tuple[Hook, Hook]:
-    """The (pre-forward, post-forward) hooks for a unit's policy. One that casts nothing changes nothing."""
+def unit_hooks(policy: MixedPrecisionPolicy, alone: bool = True) -> tuple[Hook, Hook]:
+    """The (pre-forward, post-forward) hooks for a unit's policy.
+
+    Args:
+        policy: of the unit.
+        alone: whether it is of one module. Of several, FSDP2 lets activations enter by the one that is called first.
+    """
     param_dtype = policy.param_dtype if policy.cast_forward_inputs else None
     output_dtype = policy.output_dtype
 
+    @inline_only
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if param_dtype is not None:
-            return cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
-        return None
+            args, kwargs = cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
+        if alone and torch.is_grad_enabled():
+            return entering(args, kwargs)
+        return None if param_dtype is None else (args, kwargs)
 
+    @inline_only
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         return None if output_dtype is None else cast_floating(output, output_dtype)
 
     return pre, post
 
 
+@inline_only
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with each floating-point tensor in `dtype`, in the containers in which FSDP2 finds them."""
     if isinstance(value, Tensor):

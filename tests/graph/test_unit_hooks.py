@@ -1,4 +1,6 @@
-"""What a unit's hooks cast: floating-point tensors, wherever FSDP2 looks for them, and nothing else."""
+"""What a unit's hooks do: they cast floating-point tensors, wherever FSDP2 looks for them, and nothing else; what needs
+a gradient enters by an alias.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 
-from graphshard.capture.casts import cast_floating, cast_hooks
+from graphshard.capture.unit_hooks import cast_floating, unit_hooks
 from tests.graph.graphs import BF16, F16, F32
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -128,14 +130,27 @@ def test_casts_let_gradients_through() -> None:
     assert value.grad.dtype == F32
 
 
-def hooks(**policy: Any) -> tuple[Any, Any]:
-    return cast_hooks(MixedPrecisionPolicy(**policy))
+def hooks(alone: bool = True, **policy: Any) -> tuple[Any, Any]:
+    return unit_hooks(MixedPrecisionPolicy(**policy), alone)
 
 
 def test_hooks_of_a_policy_that_casts_nothing_change_nothing() -> None:
     for policy in ({}, {"reduce_dtype": BF16}, {"param_dtype": BF16, "cast_forward_inputs": False}):
         pre, post = hooks(**policy)
-        assert pre(nn.Identity(), (1.0,), {}) is None and post(nn.Identity(), (1.0,), 2.0) is None
+        assert pre(nn.Identity(), (1.0,), {}) == ((1.0,), {}) and post(nn.Identity(), (1.0,), 2.0) is None
+
+
+def test_what_needs_a_gradient_enters_by_an_alias() -> None:
+    pre, _ = hooks()
+    x, mask, kept = ones().requires_grad_(), ones(), [ones().requires_grad_()]
+    args, kwargs = pre(nn.Identity(), (x, (mask, x)), {"kept": kept, "y": x})
+    assert args[0] is not x and args[0].data_ptr() == x.data_ptr() and args[0].requires_grad
+    assert args[1][0] is mask and args[1][1] is not x and list(kwargs) == ["kept", "y"] and kwargs["kept"] is kept
+    args[0].mul(2.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    with torch.no_grad():
+        assert pre(nn.Identity(), (x,), {}) is None
+    assert hooks(alone=False)[0](nn.Identity(), (x,), {}) is None
 
 
 def test_hooks_cast_inputs_to_param_dtype_and_outputs_to_output_dtype() -> None:
