@@ -21,12 +21,13 @@ Hook = Callable[..., Any]
 
 
 @cache  # equal policies share their hooks, so that equal blocks share compiled code
-def unit_hooks(policy: MixedPrecisionPolicy, alone: bool = True) -> tuple[Hook, Hook]:
+def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook, Hook]:
     """The (pre-forward, post-forward) hooks for a unit's policy.
 
     Args:
         policy: of the unit.
-        alone: whether it is of one module. Of several, FSDP2 lets activations enter by the one that is called first.
+        enters: whether activations enter the unit by this call. Not by one of several modules (in FSDP2 they enter by
+            the one that is called first), nor by a method, nor where the unit has no parameters.
     """
     param_dtype = policy.param_dtype if policy.cast_forward_inputs else None
     output_dtype = policy.output_dtype
@@ -35,7 +36,7 @@ def unit_hooks(policy: MixedPrecisionPolicy, alone: bool = True) -> tuple[Hook, 
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if param_dtype is not None:
             args, kwargs = cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
-        if alone and torch.is_grad_enabled():
+        if enters and torch.is_grad_enabled():
             return entering(args, kwargs)
         return None if param_dtype is None else (args, kwargs)
 

@@ -98,12 +98,15 @@ def _states(model: nn.Module) -> dict[str, Any]:
 
 def _raw_groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     for name, state in _states(model).items():
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 on
-        if groups is None:
-            groups = [state._fsdp_param_group]  # torch 2.11
-        for raw in groups:
-            if raw is not None and raw.fsdp_params:
-                yield name, state, raw
+        for raw in _groups_of(state):
+            yield name, state, raw
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 on
+    if groups is None:
+        groups = [state._fsdp_param_group]  # torch 2.11
+    return [raw for raw in groups if raw is not None and raw.fsdp_params]
 
 
 @dataclass
@@ -114,7 +117,7 @@ class _Slot:
     replacement: Callable[..., Any]
 
 
-# Pre-forward and post-forward hook for a unit's mixed-precision policy, and whether it is of one module.
+# Pre-forward and post-forward hook for a unit's mixed-precision policy, and whether activations enter the unit there.
 UnitHooks = Callable[[MixedPrecisionPolicy, bool], tuple[Callable[..., Any], Callable[..., Any]]]
 # (method, pre-forward hook, post-forward hook) -> the method as the compiled model calls it.
 MakeMethod = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
@@ -140,7 +143,7 @@ class ForwardHooks:
         self._slots: list[_Slot] = []
         for state in _states(model).values():
             handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-            pre, post = unit_hooks(state._mp_policy, handles[0] is not handles[1])
+            pre, post = unit_hooks(state._mp_policy, handles[0] is not handles[1] and bool(_groups_of(state)))
             if handles[0] is handles[1]:  # a list of modules: one handle holds the pre-hooks, then the post-hooks
                 singles = handles[0].handles
                 half = len(singles) // 2
@@ -173,7 +176,7 @@ class ForwardHooks:
                 function = getattr(value, "__func__", None)
                 if getattr(function, "__code__", None) is not _WRAPPED_METHOD:
                     continue
-                hooks = self._unit_hooks(module._get_fsdp_state()._mp_policy, True)  # type: ignore[operator]
+                hooks = self._unit_hooks(module._get_fsdp_state()._mp_policy, False)  # type: ignore[operator]
                 method = self._make_method(value.__wrapped__, *hooks)
                 slot = _Slot(vars(module), name, value, MethodType(method, module))
                 self._slots.append(slot)

@@ -61,12 +61,13 @@ def backward_states(
     states = []
     for unit, slots in zip(binding.units, binding.slots, strict=True):
         bits: tuple[int, ...] = ()
-        if again or dead or unit in holdings.shards.active:
+        frozen = [slot for slot in slots if slot in reduced and not shards[slot].is_trainable]  # since forward
+        if again or dead or frozen or unit in holdings.shards.active:
             bits = tuple(
                 shards[slot].bits
                 | (AGAIN if shards[slot] in again else 0)
                 | (STAYS if unit in asked.units_again else 0)
-                | (REACHED if reduced.get(slot, -1) not in dead else 0)
+                | (REACHED if reduced.get(slot, -1) not in dead and slot not in frozen else 0)
                 for slot in slots
             )
             bits = () if set(bits) == {REACHED} else bits

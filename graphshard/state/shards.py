@@ -193,13 +193,21 @@ class Shard:
 
     # -- gradients
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the parameter gets gradients now: it may have been frozen since forward."""
+        return self.param.parameter.requires_grad
+
     def hold(self, grad: Tensor, shared: bool) -> None:
-        """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place.
+        """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place. What is
+        held stays when the parameter is frozen, and is reduced; more is not added.
 
         Args:
             grad: full gradient.
             shared: whether something else may hold memory of `grad`.
         """
+        if not self.is_trainable:
+            return
         if self.held is None:
             held = grad.to(self.param.reduce_dtype).contiguous()  # a convolution's comes in other strides
             self.held = held.clone() if held is grad and shared else held
@@ -215,8 +223,8 @@ class Shard:
             self.pending = self.pending + grad
 
     def deliver(self, grad: Tensor) -> None:
-        """Puts a reduced gradient on the parameter; one that was frozen since forward gets none, as in FSDP2."""
-        if self.param.parameter.requires_grad or not self.leaf.requires_grad:
+        """Puts the reduced gradient of a backward on the parameter, unless it was frozen since forward."""
+        if self.is_trainable:
             self.param.deliver_grad(grad)
 
     def drop_grads(self) -> None:

@@ -94,7 +94,7 @@ class UnitReduction:
         """Puts the reduced gradients on the parameters; partial ones stay with the shards."""
         for shard, result in zip(self._shards, self._finish(self._crossing, self._shards), strict=True):
             if self._all_reduce:
-                shard.deliver(result)
+                shard.param.deliver_grad(result)
             else:
                 shard.partial = result
 

@@ -306,6 +306,31 @@ def test_gradients_that_are_an_argument_of_backward_leave_it_as_it_is(run: Train
     run.observe(grad.sum(), model)
 
 
+@pytest.mark.parametrize("syncs", [(True, True), (False, True), (False, False, True)])
+@training_test(tolerance=BITWISE)
+def test_parameter_frozen_between_forward_and_backward(run: TrainingRun, syncs: tuple[bool, ...]) -> None:
+    model: Any = run.shard(models.mlps(2), units=["1", "2"])
+    for index, sync in enumerate(syncs):
+        model.set_requires_gradient_sync(sync)
+        loss = loss_of(model, run, index)
+        if index == 1:
+            model[1].up.weight.requires_grad_(False)
+        loss.backward()
+        run.observe(loss, model)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@training_test(tolerance=BITWISE)
+def test_parameter_frozen_between_two_forwards(run: TrainingRun, together: bool) -> None:
+    model: Any = run.shard(models.mlps(2), units=["1", "2"])
+    first = loss_of(model, run, 0)
+    model[1].up.weight.requires_grad_(False)
+    second = loss_of(model, run, 1)
+    for loss in [first + second] if together else [first, second]:
+        loss.backward()
+        run.observe(loss, model)
+
+
 @pytest.mark.parametrize("trained_again", [False, True])
 @training_test(tolerance=BITWISE)
 def test_parameter_frozen_with_a_gradient_of_an_earlier_microbatch(run: TrainingRun, trained_again: bool) -> None:

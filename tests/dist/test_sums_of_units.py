@@ -92,7 +92,33 @@ class Skips(nn.Module):
         return x
 
 
+class Normed(Cross):
+    """Its only use of what is shared brings two gradients: of a norm that torch computes of parts."""
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return x + self.out(F.rms_norm(shared, (DIM,)))
+
+
+class Halves(nn.Module):
+    """Units in a unit without parameters of its own, in which FSDP2 sees no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = models.Mlp(), models.Mlp()
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return x + self.left(shared) * self.right(shared)
+
+
+class Built(EncoderDecoder):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+
 MODELS = {
+    "norms of parts": lambda: Built(Normed),
+    "units without parameters": lambda: Built(Halves),
     "cross": EncoderDecoder,
     "one block": lambda: EncoderDecoder(1),
     "from shared": FromShared,
@@ -108,7 +134,7 @@ MODELS = {
 @training_test(tolerance=BITWISE)
 def test_gradients_are_summed_unit_by_unit(run: TrainingRun, case: str, options: dict[str, Any]) -> None:
     build: Any = MODELS[case]()
-    units = [name for name, module in build.named_modules() if isinstance(module, (Cross, models.Mlp))]
+    units = [name for name, module in build.named_modules() if isinstance(module, (Cross, Halves, models.Mlp))]
     model = run.shard(build, units=units, **options)
     for index in range(2):
         loss = model(*models.sequences(index, run.rank)).square().mean()

@@ -130,8 +130,8 @@ def test_casts_let_gradients_through() -> None:
     assert value.grad.dtype == F32
 
 
-def hooks(alone: bool = True, **policy: Any) -> tuple[Any, Any]:
-    return unit_hooks(MixedPrecisionPolicy(**policy), alone)
+def hooks(enters: bool = True, **policy: Any) -> tuple[Any, Any]:
+    return unit_hooks(MixedPrecisionPolicy(**policy), enters)
 
 
 def test_hooks_of_a_policy_that_casts_nothing_change_nothing() -> None:
@@ -150,7 +150,7 @@ def test_what_needs_a_gradient_enters_by_an_alias() -> None:
     assert torch.equal(x.grad, torch.full((2,), 2.0))
     with torch.no_grad():
         assert pre(nn.Identity(), (x,), {}) is None
-    assert hooks(alone=False)[0](nn.Identity(), (x,), {}) is None
+    assert hooks(enters=False)[0](nn.Identity(), (x,), {}) is None
 
 
 def test_hooks_cast_inputs_to_param_dtype_and_outputs_to_output_dtype() -> None:

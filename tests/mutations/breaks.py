@@ -281,7 +281,7 @@ MUTATIONS = (
     Mutation(
         "aliases at the entries of units are all taken away",
         "passes/sum_by_units.py",
-        "return others > 0 and (twice or goes_on or uses > 1)",
+        "return any(user is not alias and user not in unused for user in source.users)",
         "return False",
         ("tests/dist/test_sums_of_units.py", "-k", "cross"),
     ),
