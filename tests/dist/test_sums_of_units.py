@@ -130,9 +130,10 @@ MODELS = {
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+CASES = [*((case, {}) for case in MODELS), ("cross", BF16), ("graph breaks", BF16)]
 
 
-@pytest.mark.parametrize(("case", "options"), [*((case, {}) for case in MODELS), ("cross", BF16), ("graph breaks", BF16)])
+@pytest.mark.parametrize(("case", "options"), CASES)
 @training_test(tolerance=BITWISE)
 def test_gradients_are_summed_unit_by_unit(run: TrainingRun, case: str, options: dict[str, Any]) -> None:
     build: Any = MODELS[case]()
