@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from graphshard.graph.ir import PassContext, is_call
-from graphshard.graph.markers import ALIAS
+from graphshard.graph.ir import ALIAS, PassContext, is_call
 
 
 @dataclass(frozen=True)

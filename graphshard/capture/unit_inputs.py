@@ -1,6 +1,6 @@
 """What enters a unit enters by an alias: backward sums what the unit adds to its gradient, then adds that to what
 others add. In FSDP2 an autograd function of the unit's pre-forward hook has that effect, and sums in floating point
-depend on it.
+depend on it. What a unit does not use gets zeros there, and nothing here.
 
 `passes.sum_by_units` takes away the aliases that change no sum.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.compat.dynamo import inline_only
-from graphshard.graph.markers import ALIAS
+from graphshard.graph.ir import ALIAS
 
 
 @inline_only

@@ -26,6 +26,8 @@ Direction = Literal["captured", "inner", "joint", "forward", "backward", "infere
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _c10d = torch.ops._c10d_functional
+# Where an activation enters a unit.
+ALIAS = torch.ops.aten.alias.default
 WAIT = _c10d.wait_tensor.default
 _CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default, torch.ops.prims.iota.default)
 # Before the name of a shard: the argument with the gradient that an earlier backward reduced over the shards only.

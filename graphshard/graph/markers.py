@@ -202,8 +202,6 @@ _LIBRARY.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")
 
 UNSHARD = torch.ops.graphshard.unshard.default
 REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default
-# Where an activation enters a unit.
-ALIAS = torch.ops.aten.alias.default
 
 
 def _unshard_fake(shard: Tensor, spec: str) -> Tensor:

@@ -83,7 +83,7 @@ def test_row_has_the_agreed_keys_in_order() -> None:
 def test_summary_counts_faster_peers_that_fit() -> None:
     found = summary([row(OURS, 12.0), row("fsdp2", 11.0), row("fixed_500mb", 10.5, peak_bytes=3), row(TORCH, None)])
     assert found is not None
-    assert [baseline.system for _, baseline in found.beaten] == ["fsdp2"]
+    assert [peer.system for _, peer in found.beaten] == ["fsdp2"]
     assert found.worst_ratio == 1.2
 
 

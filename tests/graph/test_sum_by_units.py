@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from graphshard.graph.ir import Direction, PassContext, is_call
-from graphshard.graph.markers import ALIAS
+from graphshard.graph.ir import ALIAS, Direction, PassContext, is_call
 from graphshard.passes import sum_by_units
 
 neg = torch.ops.aten.neg.default
