@@ -307,7 +307,7 @@ def test_gradients_that_are_an_argument_of_backward_leave_it_as_it_is(run: Train
 
 
 @pytest.mark.parametrize("syncs", [(True, True), (False, True), (False, False, True)])
-@training_test(tolerance=BITWISE)
+@training_test(tolerance=BITWISE, backends=("aot_eager", "eager"))
 def test_parameter_frozen_between_forward_and_backward(run: TrainingRun, syncs: tuple[bool, ...]) -> None:
     model: Any = run.shard(models.mlps(2), units=["1", "2"])
     for index, sync in enumerate(syncs):
