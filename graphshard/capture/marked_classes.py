@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
+from graphshard.capture.parameters_in_forward import named_parameters
 from graphshard.compat.autograd import called_to_reduce_grads
 from graphshard.compat.dynamo import inline_only
 from graphshard.graph.markers import UNSHARD
@@ -78,16 +79,15 @@ class ModelRunner(Protocol):
 # In a marked class: the call of the class that it marks.
 _OWN_CALL = "_graphshard_own_call"
 _MARKED: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+_AROUND: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: bool = False) -> type[nn.Module]:
     """The marked class of `cls` whose sharded parameters are `names`; of blocks that may be alike, if so."""
     if (cls, names, may_have_twins) not in _MARKED:
-        body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+        body: dict[str, Any] = _seen_as(cls) | {name: _parameter_property(name) for name in names}
         body["__call__"] = _calling(_traced_once(cls.__call__) if may_have_twins else cls.__call__)
         body[_OWN_CALL] = cls.__call__
-        body["__module__"] = cls.__module__
-        body["__doc__"] = cls.__doc__
         if issubclass(cls, nn.RNNBase):
             body["_flat_weights"] = property(_read_flat_weights, _write_flat_weights)
         bases: tuple[type, ...] = (cls,)
@@ -95,6 +95,32 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: b
             bases = (_UnitMethods, cls)
         _MARKED[cls, names, may_have_twins] = type(cls.__name__, bases, body)
     return _MARKED[cls, names, may_have_twins]
+
+
+def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
+    """The marked class of modules around those that own sharded parameters: it answers for these, and changes no
+    call.
+    """
+    if cls not in _AROUND:
+        _AROUND[cls] = type(cls.__name__, (cls,), _seen_as(cls))
+    return _AROUND[cls]
+
+
+def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
+    """What every class has that marks `cls`."""
+    body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    if cls.named_parameters is nn.Module.named_parameters:  # else the user's own says what it yields
+        body["named_parameters"] = named_parameters(_in_forward, shard_key)
+    return body
+
+
+@inline_only
+def _in_forward(module: nn.Module) -> bool:
+    """Whether a forward of a module's model runs, or is traced."""
+    if is_compiling():
+        return _own_trace
+    running: bool = module.__dict__[ENGINE].running
+    return running
 
 
 # Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.

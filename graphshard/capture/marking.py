@@ -19,7 +19,7 @@ def mark_classes(
     unit_modules: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
 ) -> frozenset[int]:
-    """Marks the modules that own sharded parameters, and those of units.
+    """Marks the modules that own sharded parameters, those of units, and those between.
 
     Args:
         engine: of the model, which is put on each module.
@@ -49,6 +49,10 @@ def mark_classes(
         module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))), key in alike)
         module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+    for module in {id(module): module for unit in unit_modules for module in unit.modules()}.values():
+        if id(module) not in modules and any(id(inner) in names for inner in module.modules()):
+            module.__dict__[marked_classes.ENGINE] = engine
+            module.__class__ = marked_classes.marked_around(type(module))
     inner = {id(module) for module in unit_modules}
     return frozenset(
         key

@@ -1,4 +1,4 @@
-"""What is private of torch about modules: their hooks."""
+"""What is private of torch about modules: their hooks and tables."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The table of a module's children, as it stays when they are replaced."""
     return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of what is registered as a module's own parameters."""
+    return module._parameters

@@ -1,0 +1,57 @@
+"""`named_parameters` of a module in a running forward, of which `parameters` is made: the parameters of its unit are
+gathered, as FSDP2 registers them then; those of units inside it are shards.
+
+Modules that own no parameters answer so, too: `next(self.mlp.parameters()).dtype` is how many ask for `param_dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from graphshard.compat.dynamo import inline_only
+from graphshard.compat.modules import child_modules, own_parameters
+
+# (name, parameter)
+Named = Iterator[tuple[str, Any]]
+
+
+def named_parameters(in_forward: Callable[[nn.Module], bool], key_of: Callable[[str], str]) -> Callable[..., Named]:
+    """`named_parameters` of a marked class.
+
+    Args:
+        in_forward: whether a module is asked in a forward of its model, traced or not.
+        key_of: key in a module's `__dict__` of what it holds for a sharded parameter, its leaf first.
+    """
+
+    def ask(self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Named:
+        if not in_forward(self):
+            return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+        return walk(self, f"{prefix}." if prefix else "", recurse, set() if remove_duplicate else None, True)
+
+    @inline_only
+    def walk(module: nn.Module, prefix: str, recurse: bool, seen: set[Any] | None, gathered: bool) -> Named:
+        held, registered = module.__dict__, own_parameters(module)
+        for name in registered:
+            key = key_of(name)
+            tensor: Tensor | None = held[key][0] if key in held else registered[name]
+            if tensor is None or is_seen(tensor, seen):
+                continue
+            yield prefix + name, getattr(module, name) if gathered else registered[name]
+        for name, child in child_modules(module).items() if recurse else ():
+            if child is not None and not is_seen(child, seen):
+                yield from walk(child, f"{prefix}{name}.", True, seen, gathered and not isinstance(child, FSDPModule))
+
+    @inline_only
+    def is_seen(found: object, seen: set[Any] | None) -> bool:
+        if seen is None:
+            return False
+        if found in seen:
+            return True
+        seen.add(found)
+        return False
+
+    return inline_only(ask)

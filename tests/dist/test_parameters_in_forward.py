@@ -1,0 +1,149 @@
+"""What modules see of their parameters in forward, by `parameters` and its like: what FSDP2 has registered there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from test_training import BITWISE
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard.testing import TrainingRun, training_test
+
+DIM = models.DIM
+
+
+class Asking(nn.Module):
+    """A block whose forward is a function of it; `own` is a parameter of its own, the rest is in containers."""
+
+    def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.linspace(-1, 1, DIM))
+        self.mlp = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
+        self.tied = nn.ModuleDict({"in": nn.Linear(DIM, DIM), "out": nn.Linear(DIM, DIM)})
+        self.tied["out"].weight = self.tied["in"].weight
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self, x)
+
+
+def through(block: Any, x: Tensor) -> Tensor:
+    out: Tensor = block.tied["out"](block.tied["in"](block.mlp(x * block.own))) + block.frozen(x)
+    return out
+
+
+def dtype_of_first(block: Any, x: Tensor) -> Tensor:
+    return through(block, x.double().to(next(block.parameters()).dtype))
+
+
+def dtype_inside(block: Any, x: Tensor) -> Tensor:
+    return through(block, x.double().to(next(block.mlp.parameters()).dtype))
+
+
+def penalty(block: Any, x: Tensor) -> Tensor:
+    return through(block, x) + sum(param.square().mean() for param in block.parameters())
+
+
+def penalty_inside(block: Any, x: Tensor) -> Tensor:
+    return through(block, x) + torch.stack([param.norm() for param in block.mlp.parameters()]).sum()
+
+
+def by_name(block: Any, x: Tensor) -> Tensor:
+    for name, param in block.named_parameters("block"):
+        if name.endswith("bias"):
+            x = x + param
+        elif name == "block.tied.in.weight":
+            x = F.linear(x, param)
+    return through(block, x)
+
+
+def all_of_tied(block: Any, x: Tensor) -> Tensor:
+    for _, param in block.tied.named_parameters(remove_duplicate=False):
+        x = x + param.mean()
+    return through(block, x)
+
+
+def own_alone(block: Any, x: Tensor) -> Tensor:
+    for param in block.parameters(recurse=False):
+        x = x * param
+    return through(block, x)
+
+
+def behind_a_break(block: Any, x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return penalty(block, x)
+
+
+@torch.compiler.disable
+def outside_any_graph(block: Any) -> Tensor:
+    total: Tensor = sum(param.square().mean() for param in block.mlp.parameters())  # type: ignore[assignment]
+    return total
+
+
+def outside(block: Any, x: Tensor) -> Tensor:
+    return through(block, x) + outside_any_graph(block)
+
+
+class Stack(nn.Module):
+    """Asks for what the root owns, and for dtypes of a block, which is a shard then."""
+
+    def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Asking(ask) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(next(self.parameters()).dtype))
+        for block in self.blocks:
+            x = block(x)
+        dtypes = [param.dtype for param in self.parameters()]
+        shapes = [param.shape for param in self.blocks.parameters()]
+        return x + len(shapes) + sum(dtype == dtypes[0] for dtype in dtypes)
+
+
+def train(run: TrainingRun, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(3):
+        x = models.features(step, run.rank)[0]
+        loss = model(x if step < 2 or run.rank == 0 else x[:1]).float().square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        run.observe(model(models.features(3, run.rank)[0]), model)
+
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ask", [dtype_of_first, dtype_inside, penalty], ids=lambda ask: ask.__name__)
+@training_test(tolerance=BITWISE, expect_collectives="at_most")
+def test_parameters_of_a_block_in_param_dtype(run: TrainingRun, ask: Any) -> None:
+    train(run, run.shard(Stack(ask), mp_policy=LOW))
+
+
+@pytest.mark.parametrize(
+    "ask", [penalty, penalty_inside, by_name, all_of_tied, own_alone], ids=lambda ask: ask.__name__
+)
+@training_test(tolerance=BITWISE, expect_collectives="at_most")
+def test_parameters_of_a_block(run: TrainingRun, ask: Any) -> None:
+    train(run, run.shard(Stack(ask)))
+
+
+@pytest.mark.parametrize("ask", [behind_a_break, outside], ids=lambda ask: ask.__name__)
+@training_test(tolerance=BITWISE, allow_eager=("blocks.", "first"))
+def test_parameters_of_a_block_behind_graph_breaks(run: TrainingRun, ask: Any) -> None:
+    train(run, run.shard(Stack(ask)))
+
+
+@training_test(tolerance=BITWISE, allow_eager=("first",))
+def test_parameters_of_blocks_that_are_regions(run: TrainingRun) -> None:
+    train(run, run.shard(Stack(penalty), mp_policy=LOW, **({} if run.is_reference else {"regions": "unit"})))
