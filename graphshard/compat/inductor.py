@@ -136,24 +136,24 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Hides what the tracing context says of the whole program by position: where Inductor reports the strides of
-    results, and which arguments of a backward it may overwrite.
-    """
+    """Hides where Inductor reports the strides of the results of the whole program."""
     context = TracingContext.try_get()
     if context is None:
         yield
         return
-    metadata: Any = context.fw_metadata
     reported, context.output_strides = context.output_strides, None
-    donated = None if metadata is None else metadata.bw_donated_idxs
-    if metadata is not None:
-        metadata.bw_donated_idxs = None
     try:
         yield
     finally:
         context.output_strides = reported
-        if metadata is not None:
-            metadata.bw_donated_idxs = donated
+
+
+def keep_what_forward_saves() -> None:
+    """Tells AOTAutograd, while it compiles a forward, that backward overwrites nothing of what that saves: it may run
+    again. Inductor would find by position in the whole backward what it may overwrite, and compiles only parts of it.
+    """
+    metadata: Any = TracingContext.get().fw_metadata
+    metadata.bw_donated_idxs = []
 
 
 def generated_code(compiled: object) -> str | None:

@@ -285,7 +285,7 @@ class Follower:
 
     def outside_backward(self, call: Call) -> None:
         """Is told that the gradient of such a read is there."""
-        self._holdings.calls.discard(call)
+        self._holdings.calls.reached(call)
         self.of_backward(BackwardRequest(call.entry, role=call.role))
 
     def _followed_pass(self, whole: WholeCall, direction: Direction, states: Sequence[UnitState]) -> FollowedPass:

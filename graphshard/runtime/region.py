@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graphshard.compat.dynamo import boxed
-from graphshard.compat.inductor import CompileState, copy_graph, module_of
+from graphshard.compat.inductor import CompileState, copy_graph, keep_what_forward_saves, module_of
 from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.block_calls import Body
@@ -92,6 +92,8 @@ class Region:
             self._selection.backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(lambda args: self._run_backward(graph, args))
+        if direction == "forward":
+            keep_what_forward_saves()
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         lowering, binding = self._lowering, self._lowering.binding(graph)
         is_whole = runtime.follower.is_whole(self._broken)

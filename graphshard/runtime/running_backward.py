@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
 from graphshard.fsdp2 import Unit
+from graphshard.state.calls import LiveCalls
 from graphshard.state.unit_reductions import UnitReductions
 
 
@@ -14,14 +15,16 @@ class RunningBackward:
 
     Args:
         reductions: of the model's units.
+        calls: of its regions.
 
     Attributes:
         deferred: halves of backwards, for a pipeline's schedule; None: backward does all of its work at once.
         finish: does what is left of a contract that it follows.
     """
 
-    def __init__(self, reductions: UnitReductions) -> None:
+    def __init__(self, reductions: UnitReductions, calls: LiveCalls) -> None:
         self._reductions = reductions
+        self._calls = calls
         self._id = -1
         self._ending: frozenset[Unit] = frozenset()
         self.deferred: list[Callable[[], None]] | None = None
@@ -42,6 +45,7 @@ class RunningBackward:
         self._id = -1
         self.finish()
         self._reductions.end_backward(self._ending)
+        self._calls.end_backward()
 
     def defer_weights(self) -> Callable[[], Callable[[], None]]:
         """From now on backward computes gradients of inputs only; what is returned yields the rest of it, so far."""

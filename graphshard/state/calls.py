@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphshard.compat.autograd import accumulates_into, compiled_function_node, keeps_graph, will_run
@@ -60,6 +61,37 @@ class Call:
         return node is not None and will_run(node)
 
 
+class LiveCalls:
+    """The calls of a model whose backward is still to come."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._kept: list[Call] = []
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls)
+
+    def add(self, call: Call) -> None:
+        """A forward has run."""
+        self._calls.add(call)
+
+    def reached(self, call: Call) -> None:
+        """The running backward has come to `call`; behind it another may come, if the graph is kept."""
+        self._calls.discard(call)
+        if keeps_graph():
+            self._kept.append(call)
+
+    def end_backward(self) -> None:
+        """The running backward ends."""
+        while self._kept:
+            self._calls.add(self._kept.pop())
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._calls.clear()
+        self._kept.clear()
+
+
 @dataclass(frozen=True)
 class BackwardRequest:
     """What the running backward asks of one call.
@@ -87,12 +119,12 @@ class Calls:
     """The calls of one region.
 
     Args:
-        live: all calls of the model whose backward is still to come.
+        live: all of the model.
         split: the model's split units.
         region: number of the region.
     """
 
-    def __init__(self, live: weakref.WeakSet[Call], split: weakref.WeakSet[Unit], region: int) -> None:
+    def __init__(self, live: LiveCalls, split: weakref.WeakSet[Unit], region: int) -> None:
         self._live = live
         self._split = split
         self._region = region
@@ -115,13 +147,13 @@ class Calls:
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
 
     def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int], call: Call) -> None:
-        if keeps_graph():
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                f"backward: got retain_graph=True or create_graph=True for compiled region {self._region}, "
-                "which frees what forward saved. "
-                "Add the losses and call backward once, or run this model under `with graphshard.eager(model):`"
+                f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are not "
+                "computed, neither here nor by FSDP2, which has freed what it gathered by then. Penalize something "
+                "that forward computes, or leave this model unsharded. For several backwards want retain_graph=True"
             )
-        self._live.discard(call)
+        self._live.reached(call)
         binding, again = call.binding, frozenset[Shard]()
         split, units_again = binding.parts.intersection(self._split), frozenset[Unit]()
         for other in self._live:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 from torch import nn
 
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import Report
-from graphshard.state.calls import Call
+from graphshard.state.calls import LiveCalls
 from graphshard.state.residency import Residency
 from graphshard.state.running_forward import RunningForward
 from graphshard.state.shard_table import ShardTable
@@ -44,7 +42,7 @@ class Holdings:
         self.gathers = UnitGathers(shards, programs)
         self.reductions = UnitReductions(shards, programs, self.gathers)
         self.split = SplitUnits(shards, self.forward, self.residency, report)
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls = LiveCalls()
 
     def begin_forward(self, module: nn.Module) -> None:
         """A call of `module` begins."""

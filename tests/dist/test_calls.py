@@ -125,22 +125,6 @@ def test_switching_engines_while_gradients_are_held_is_an_error(two_ranks: Worke
     two_ranks.run(switch_while_held)
 
 
-def retain_graph() -> None:
-    model = compiled()
-    loss = model(*batch()).square().mean()
-    with pytest.raises(RuntimeError, match=r"retain_graph=True.*graphshard\.eager"):
-        loss.backward(retain_graph=True)
-    model.zero_grad()
-    loss = model(*batch()).square().mean()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_retained_graph_is_refused(two_ranks: WorkerPool) -> None:
-    two_ranks.run(retain_graph)
-
-
 def same_surface() -> None:
     torch.manual_seed(0)
     plain = models.Decoder(layers=2)
