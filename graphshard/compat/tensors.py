@@ -21,9 +21,13 @@ K = TypeVar("K", bound=Hashable)
 Sizes: TypeAlias = tuple[tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
 
 
-def dispatch_mode_active() -> bool:
-    """Whether a TorchDispatchMode (CommDebugMode, a FLOP counter) is on: Dynamo would skip the frame for good."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def seen_by() -> str | None:
+    """What sees each operator of a call now, so that Dynamo would skip its frame or trace it wrongly; None: nothing."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode"  # CommDebugMode, a FLOP counter
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a transform of torch.func"
+    return None
 
 
 def fake_tensors() -> Any:

@@ -18,7 +18,7 @@ from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
 from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.dynamo import uncaptured
-from graphshard.compat.tensors import dispatch_mode_active, moved_tensors
+from graphshard.compat.tensors import moved_tensors, seen_by
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.graph import user_comms
@@ -149,13 +149,14 @@ class Engine:
             return marked_classes.own_call(module, *args, **kwargs)
         if self.running:
             return self._call_inside(module, method, args, kwargs)
-        if dispatch_mode_active():
+        if (seer := seen_by()) is not None:
             if self.options.strict:
                 raise UnsupportedModel(
-                    f"{type(module).__name__}: a call under a TorchDispatchMode would run in eager FSDP2; got "
-                    "strict=True, want no such mode around it"
+                    f"{type(module).__name__}: a call under {seer} would run in eager FSDP2; got strict=True, want "
+                    "none around it"
                 )
-            self.context.report.say_once("a call under a TorchDispatchMode ran in eager FSDP2")
+            self.shards.check_registered()  # by functional_call, whose values FSDP2's hooks would overwrite
+            self.context.report.say_once(f"a call under {seer} ran in eager FSDP2")
             with self.eager():
                 if method is not None:  # FSDP2's wrapper of it is back
                     return getattr(module, method.name)(*args, **kwargs)

@@ -58,6 +58,13 @@ class ShardTable:
         self._show_leaves()
         return True
 
+    def check_registered(self) -> None:
+        """Raises:
+        RuntimeError: a parameter was replaced in its module.
+        """
+        if self._watch is not None:
+            self._watch.changed()
+
     def _shards_of(self, unit: Unit) -> list[Shard]:
         names = fsdp2.parameter_names(self._model, unit.params)
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -59,6 +60,49 @@ def test_call_under_a_dispatch_mode_between_compiled_calls(run: TrainingRun) -> 
             loss = model(*models.tokens(index, run.rank)).square().mean()
             loss.backward()
         run.observe(loss, model)
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().mean())(x),
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),))[1],
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[:1]),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="eager FSDP2 fails under transforms with torch 2.11")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@training_test(allow_eager=("a transform of torch.func",))
+def test_call_under_a_transform_between_compiled_calls(run: TrainingRun, transform: str) -> None:
+    model = run.shard(models.mlps(3))
+    for index in range(2):
+        (x,) = models.features(index, run.rank)
+        seen = TRANSFORMS[transform](model, x)
+        if transform == "vmap":  # FSDP2 has no gradients of gradients
+            seen.square().mean().backward()
+        loss = model(x).square().mean()
+        loss.backward()
+        run.observe(loss, model, outputs=seen)
+
+
+def values_of_a_functional_call() -> None:
+    model = graphshard.compile(models.mlps(3), mesh(), backend="aot_eager")
+    (x,) = models.features(0, torch.distributed.get_rank())
+    want = model(x)
+
+    def run(values: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = torch.func.functional_call(model, values, (x,)).sum()
+        return loss
+
+    doubled = {name: param.detach() * 2 for name, param in model.named_parameters()}
+    for call in (run, torch.func.grad(run)):
+        with pytest.raises(RuntimeError, match=r"parameter '0.*' was replaced after compile"):
+            call(doubled)
+    torch.testing.assert_close(model(x), want, rtol=0, atol=0)
+
+
+def test_values_of_a_functional_call_are_refused(two_ranks: WorkerPool) -> None:
+    two_ranks.run(values_of_a_functional_call)
 
 
 class Fragile(nn.Module):

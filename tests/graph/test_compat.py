@@ -27,10 +27,11 @@ from graphshard.compat.inductor import (
     compile_region_inductor,
     copy_graph,
     generated_code,
+    keep_what_forward_saves,
     source_digest,
 )
 from graphshard.compat.results import keep_strides
-from graphshard.compat.tensors import dispatch_mode_active, keep_static
+from graphshard.compat.tensors import keep_static, seen_by
 from graphshard.compat.versions import check_torch_version
 from graphshard.runtime.backend import Partitioner
 
@@ -67,11 +68,18 @@ def test_source_digest_follows_torch_version() -> None:
         assert source_digest() != before
 
 
-def test_dispatch_mode_is_noticed() -> None:
-    assert not dispatch_mode_active()
+def test_what_sees_each_operator_is_noticed() -> None:
+    seen: list[str | None] = [seen_by()]
     with CommDebugMode():
-        assert dispatch_mode_active()
-    assert not dispatch_mode_active()
+        seen.append(seen_by())
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(seen_by())
+        return x
+
+    torch.vmap(look)(torch.ones(1))
+    seen.append(seen_by())
+    assert seen == [None, "a TorchDispatchMode", "a transform of torch.func", None]
 
 
 def test_backward_is_known_while_it_runs() -> None:
@@ -209,15 +217,15 @@ def test_inductor_leaves_a_graph_that_it_compiles_as_it_was() -> None:
     assert before == after
 
 
-def test_body_overwrites_no_argument_that_the_whole_program_may_overwrite() -> None:
+def test_backward_overwrites_nothing_that_forward_saves() -> None:
     new = random.random()  # nothing in Inductor's cache
     gm = make_fx(lambda x: (x.exp() * new,), tracing_mode="fake")(torch.ones(64))
     value = next(iter(gm.graph.nodes)).meta["val"]
     context = TracingContext(value.fake_mode)
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=[0])  # type: ignore[assignment]
     with tracing(context):
+        keep_what_forward_saves()
         run = compile_body(gm, [value], {"is_backward": True})
-    assert context.fw_metadata.bw_donated_idxs == [0]
     x = torch.zeros(64)
     (result,) = run([x])
     assert torch.equal(x, torch.zeros(64))

@@ -21,11 +21,25 @@ MUTATIONS = (
         ("tests/dist/test_accumulation.py", "-k", "argument_of"),
     ),
     Mutation(
-        "a body overwrites arguments that only the whole program may overwrite",
+        "backward overwrites what forward saves",
         "graphshard/compat/inductor.py",
-        "        metadata.bw_donated_idxs = None\n",
-        "        pass\n",
+        "    metadata.bw_donated_idxs = []\n",
+        "    del metadata\n",
         ("tests/graph/test_compat.py", "-k", "overwrites"),
+    ),
+    Mutation(
+        "a call is forgotten behind the first of its backwards",
+        "graphshard/state/calls.py",
+        "            self._kept.append(call)",
+        "            pass",
+        ("tests/dist/test_backward_again.py", "-k", "several"),
+    ),
+    Mutation(
+        "parameters() in forward gathers those of units inside",
+        "graphshard/capture/parameters_in_forward.py",
+        "gathered and not isinstance(child, FSDPModule)",
+        "gathered",
+        ("tests/dist/test_parameters_in_forward.py", "-k", "param_dtype"),
     ),
     Mutation(
         "a block that changes objects stands for its twins",
