@@ -294,14 +294,15 @@ def need_engine(model: nn.Module, where: str) -> Engine:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the same parameters run through FSDP2's own hooks: the fallback, and the reference for parity.
+    """Inside, the same parameters run through FSDP2's own hooks: the fallback, and the reference for parity. Gradients
+    that are held unreduced go with them, and come back.
 
     Args:
         model: compiled by `compile`.
 
     Raises:
         ValueError: `model` is not compiled.
-        RuntimeError: unreduced gradients are held, at entry or at exit.
+        RuntimeError: gradients are held that are reduced over shards, but not over their copies.
     """
     with need_engine(model, "graphshard.eager").eager():
         yield model

@@ -115,6 +115,7 @@ class _Slot:
     key: int | str
     original: Callable[..., Any]
     replacement: Callable[..., Any]
+    gathers: Any = None  # FSDP2's state, of a pre-forward hook
 
 
 # Pre-forward and post-forward hook for a unit's mixed-precision policy, and whether activations enter the unit there.
@@ -152,7 +153,8 @@ class ForwardHooks:
                 pairs = [(handles[0], pre), (handles[1], post)]
             for handle, replacement in pairs:
                 hooks = handle.hooks_dict_ref()
-                self._slots.append(_Slot(hooks, handle.id, hooks[handle.id], replacement))
+                gathers = state if replacement is pre else None
+                self._slots.append(_Slot(hooks, handle.id, hooks[handle.id], replacement, gathers))
         self._attached = True
 
     def detach(self) -> None:
@@ -162,11 +164,16 @@ class ForwardHooks:
         for slot in self._slots:
             slot.place[slot.key] = slot.replacement
 
-    def attach(self) -> None:
-        """Puts FSDP2's hooks back where they were."""
+    def attach(self, gathered: Callable[[int], None] | None = None) -> None:
+        """Puts FSDP2's hooks back where they were.
+
+        Args:
+            gathered: is called whenever a hook has gathered units, with their `state_id`.
+        """
         self._attached = True
         for slot in self._slots:
-            slot.place[slot.key] = slot.original
+            told = gathered is not None and slot.gathers is not None
+            slot.place[slot.key] = _telling(slot.original, slot.gathers, gathered) if told else slot.original
 
     def find_methods(self) -> list[str]:
         """Takes over the methods that `register_fsdp_forward_method` has wrapped lately; returns their names."""
@@ -184,6 +191,15 @@ class ForwardHooks:
                 if not self._attached:
                     slot.place[slot.key] = slot.replacement
         return found
+
+
+def _telling(hook: Callable[..., Any], state: Any, gathered: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        gathered(id(state))
+        return result
+
+    return call
 
 
 # The code that every method wrapped by `register_fsdp_forward_method` runs.

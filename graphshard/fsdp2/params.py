@@ -144,6 +144,24 @@ class ShardedParam:
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 
+    def take_unreduced(self) -> Tensor | None:
+        """Takes the gradient that FSDP2's own engine holds unreduced, at full size; None: there is none."""
+        raw, found = self._raw, None
+        if raw.unsharded_accumulated_grad is not None:
+            found, raw.unsharded_accumulated_grad = raw.unsharded_accumulated_grad_data, None
+        elif hasattr(raw, "_unsharded_param") and raw.unsharded_param.grad is not None:
+            found, raw.unsharded_param.grad = raw.unsharded_grad_data, None
+        return found
+
+    def give_unreduced(self, grad: Tensor) -> None:
+        """Lets FSDP2's own engine hold a gradient of full size, to which its backwards add. It must have gathered the
+        parameter once.
+        """
+        if (layout := self.layout) is not None:
+            mesh, placements, shape, stride = layout
+            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+        self._raw.unsharded_accumulated_grad = grad
+
     def unsupported(self) -> str | None:
         """What of this parameter is not compiled, or None."""
         raw = self._raw

@@ -223,13 +223,10 @@ class Unit:
         """Frees parameters that FSDP2's own engine gathered."""
         self._raw.reshard()
 
-    def holds_unreduced_grads(self) -> bool:
-        """Whether FSDP2's own engine holds gradients that it has not reduced yet."""
-        return any(
-            getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
-            or getattr(param, "unsharded_accumulated_grad", None) is not None
-            for param in self._raw.fsdp_params
-        )
+    @property
+    def holds_partial(self) -> bool:
+        """Whether FSDP2's own engine holds gradients that it has reduced over shards, not yet over their copies."""
+        return self._raw._partial_reduce_output is not None
 
     # -- what users supplied (see `user_comms`)
 

@@ -64,15 +64,15 @@ class EagerMode:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, FSDP2's own hooks run the model.
+        """Inside, FSDP2's own hooks run the model. Gradients that are held unreduced go with it, and come back.
 
         Raises:
-            RuntimeError: while unreduced gradients are held, by either engine, at entry or at exit.
+            RuntimeError: while gradients are held that are reduced over shards, but not over their copies.
         """
         if not self.compiled:
             yield
             return
-        _refuse_held("graphshard", self._holdings.reductions.held())
+        _refuse_partial("graphshard", [shard.fqn for shard in self._holdings.shards if shard.partial is not None])
         self._leave_compiled()
         try:
             yield
@@ -80,12 +80,12 @@ class EagerMode:
             self.take_hooks()
             self.compiled = True
             self.reshard()
-            self._refuse_held_by_fsdp2()
 
     def _leave_compiled(self) -> None:
         self._ran = True
         self._holdings.gathers.reshard_all()
-        self._hooks.attach()
+        held = {shard.unit.state_id for shard in self._holdings.shards if shard.held is not None}
+        self._hooks.attach(self._hand_held if held else None)
         self.compiled = False
         if self._context.executed is not None:
             self._context.report.say_once("compare_every: what eager FSDP2 sends is not compared")
@@ -98,21 +98,32 @@ class EagerMode:
             unit.reshard()
         return bool(gathered)
 
-    def check_nothing_held(self) -> None:
-        """Raises:
-        RuntimeError: FSDP2's own engine holds unreduced gradients.
+    def _hand_held(self, state_id: int) -> None:
+        """FSDP2 has gathered the units of a state: it can hold gradients of theirs."""
+        for unit, shards in self._holdings.shards.by_unit():
+            if unit.state_id == state_id:
+                for shard in shards:
+                    shard.hand_held()
+
+    def take_held(self) -> None:
+        """Takes the unreduced gradients that FSDP2's own engine holds.
+
+        Raises:
+            RuntimeError: it holds some that are reduced over shards, but not over their copies.
         """
-        if self._ran:
-            self._refuse_held_by_fsdp2()
+        if not self._ran:
+            return
+        _refuse_partial("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_partial])
+        for unit, shards in self._holdings.shards.by_unit():
+            for shard in shards:
+                if shard.take_held():
+                    self._holdings.shards.active.add(unit)
 
-    def _refuse_held_by_fsdp2(self) -> None:
-        _refuse_held("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_unreduced_grads()])
 
-
-def _refuse_held(holder: str, names: Sequence[str]) -> None:
+def _refuse_partial(holder: str, names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
-            f"graphshard.eager: {holder} holds unreduced gradients of {len(names)} parameters or units "
-            f"({names[0]}, ...), which the other engine cannot reduce. Run one backward with "
-            "set_requires_gradient_sync(True) before switching"
+            f"graphshard.eager: {holder} holds gradients of {len(names)} parameters or units ({names[0]}, ...) that "
+            "are reduced over shards, but not over their copies, which the other engine cannot finish. Run one "
+            "backward with set_requires_all_reduce(True) before switching"
         )

@@ -119,9 +119,9 @@ class Engine:
 
     def _prepare(self) -> None:
         """Makes ready for a forward, or for gathering by hand."""
-        self._eager.check_nothing_held()
         if self.shards.refresh():
             self._programs.clear()
+        self._eager.take_held()
         gathered = self._eager.reshard()  # around a method registered lately, or by a backward of an eager forward
         sizes = [len(vars(module)) for module in self._unit_modules]
         if gathered or sizes != self._sizes:  # a method may have been registered since the last call

@@ -227,6 +227,20 @@ class Shard:
         if self.is_trainable:
             self.param.deliver_grad(grad)
 
+    def hand_held(self) -> None:
+        """Hands the unreduced gradient to FSDP2's own engine."""
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.param.give_unreduced(held)
+
+    def take_held(self) -> bool:
+        """Takes the unreduced gradient that FSDP2's own engine holds; returns whether there was one."""
+        if (grad := self.param.take_unreduced()) is None:
+            return False
+        grad = grad.to(self.param.reduce_dtype).contiguous()
+        self.held = grad if self.held is None else self.held + grad
+        return True
+
     def drop_grads(self) -> None:
         """Forgets all that is not reduced yet."""
         self.held = self.pending = self.partial = None

@@ -76,10 +76,6 @@ class UnitReductions:
             return [shard for shard in shards if shard.leaf.requires_grad]
         return [shard for shard in shards if shard.held is not None or (settled and shard.partial is not None)]
 
-    def held(self) -> list[str]:
-        """FQNs of the parameters whose gradients are held."""
-        return [shard.fqn for shard in self._shards if shard.held is not None or shard.partial is not None]
-
 
 def _hold_pending(shards: Sequence[Shard]) -> None:
     for shard in shards:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import models
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -48,63 +46,6 @@ def test_block_alone(run: TrainingRun) -> None:
         optimizer.zero_grad()
 
 
-@training_test(allow_eager=("TorchDispatchMode",))
-def test_call_under_a_dispatch_mode_between_compiled_calls(run: TrainingRun) -> None:
-    model = run.shard(models.Decoder(layers=2))
-    for index in range(3):
-        if index == 1:
-            with CommDebugMode():
-                loss = model(*models.tokens(index, run.rank)).square().mean()
-                loss.backward()
-        else:
-            loss = model(*models.tokens(index, run.rank)).square().mean()
-            loss.backward()
-        run.observe(loss, model)
-
-
-TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().mean())(x),
-    "vmap": lambda model, x: torch.vmap(model)(x),
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),))[1],
-    "jacrev": lambda model, x: torch.func.jacrev(model)(x[:1]),
-}
-
-
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="eager FSDP2 fails under transforms with torch 2.11")
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@training_test(allow_eager=("a transform of torch.func",))
-def test_call_under_a_transform_between_compiled_calls(run: TrainingRun, transform: str) -> None:
-    model = run.shard(models.mlps(3))
-    for index in range(2):
-        (x,) = models.features(index, run.rank)
-        seen = TRANSFORMS[transform](model, x)
-        if transform == "vmap":  # FSDP2 has no gradients of gradients
-            seen.square().mean().backward()
-        loss = model(x).square().mean()
-        loss.backward()
-        run.observe(loss, model, outputs=seen)
-
-
-def values_of_a_functional_call() -> None:
-    model = graphshard.compile(models.mlps(3), mesh(), backend="aot_eager")
-    (x,) = models.features(0, torch.distributed.get_rank())
-    want = model(x)
-
-    def run(values: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = torch.func.functional_call(model, values, (x,)).sum()
-        return loss
-
-    doubled = {name: param.detach() * 2 for name, param in model.named_parameters()}
-    for call in (run, torch.func.grad(run)):
-        with pytest.raises(RuntimeError, match=r"parameter '0.*' was replaced after compile"):
-            call(doubled)
-    torch.testing.assert_close(model(x), want, rtol=0, atol=0)
-
-
-def test_values_of_a_functional_call_are_refused(two_ranks: WorkerPool) -> None:
-    two_ranks.run(values_of_a_functional_call)
-
-
 class Fragile(nn.Module):
     """Raises in the middle of a forward when told to."""
 
@@ -132,41 +73,6 @@ def test_exception_in_forward_then_a_good_step(run: TrainingRun) -> None:
     loss = model(x).square().mean()
     loss.backward()
     run.observe(loss, model)
-
-
-@training_test()
-def test_engines_alternate(run: TrainingRun) -> None:
-    model = run.shard(models.Decoder(layers=2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for index in range(5):
-        if index % 2 and not run.is_reference:
-            with graphshard.eager(model) as same:
-                assert same is model
-                loss = model(*models.tokens(index, run.rank)).square().mean()
-                loss.backward()
-        else:
-            loss = model(*models.tokens(index, run.rank)).square().mean()
-            loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def switch_while_held() -> None:
-    model = compiled()
-    model.set_requires_gradient_sync(False)
-    model(*batch()).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"graphshard holds unreduced gradients of \d+ .*embed.weight"):
-        graphshard.eager(model).__enter__()
-    model.set_requires_gradient_sync(True)
-    model(*batch()).square().mean().backward()
-    with pytest.raises(RuntimeError, match="eager FSDP2 holds unreduced gradients"), graphshard.eager(model):
-        model.set_requires_gradient_sync(False)
-        model(*batch()).square().mean().backward()
-
-
-def test_switching_engines_while_gradients_are_held_is_an_error(two_ranks: WorkerPool) -> None:
-    two_ranks.run(switch_while_held)
 
 
 def same_surface() -> None:

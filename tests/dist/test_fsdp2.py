@@ -164,21 +164,26 @@ def test_changed_parameters_are_noticed(two_ranks: WorkerPool) -> None:
 
 def unreduced() -> None:
     model = sharded(models.Decoder(layers=2))
-    units = fsdp2.sharded_units(model)
+    params = [param for unit in fsdp2.sharded_units(model) for param in unit.params]
 
-    def backward() -> Tensor:
-        loss: Tensor = model(*models.tokens(0, 0)).square().mean()
-        loss.backward()
-        return loss
+    def step(sync: bool) -> list[Tensor]:
+        model.set_requires_gradient_sync(sync)
+        model(*models.tokens(0, 0)).square().mean().backward()
+        grads = [param.parameter.grad for param in params]
+        return [grad.full_tensor() for grad in grads if isinstance(grad, DTensor)]
 
-    assert not any(unit.holds_unreduced_grads() for unit in units)
-    model.set_requires_gradient_sync(False)
-    backward()
-    assert all(unit.holds_unreduced_grads() for unit in units)
-    model.set_requires_gradient_sync(True)
-    backward()
-    assert not any(unit.holds_unreduced_grads() for unit in units)
+    want = step(sync=True)
+    model.zero_grad()
+    assert not any(param.take_unreduced() is not None for param in params)
+    assert not step(sync=False)
+    held = [param.take_unreduced() for param in params]
+    assert not any(param.take_unreduced() is not None for param in params)
+    for param, grad in zip(params, held, strict=True):
+        assert grad is not None and grad.shape == param.size
+        param.give_unreduced(grad)
+    for got, once in zip(step(sync=True), want, strict=True):
+        assert torch.equal(got, 2 * once)
 
 
-def test_unreduced_gradients_of_the_other_engine_are_seen(two_ranks: WorkerPool) -> None:
+def test_unreduced_gradients_of_the_other_engine_are_taken_and_given(two_ranks: WorkerPool) -> None:
     two_ranks.run(unreduced)

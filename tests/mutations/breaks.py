@@ -7,11 +7,18 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = (
     # -- runtime
     Mutation(
-        "unreduced gradients do not stop a change to the other engine",
-        "graphshard/runtime/eager_mode.py",
-        "    if names:\n        raise RuntimeError(",
-        "    if names and not names:\n        raise RuntimeError(",
-        ("tests/dist/test_calls.py", "-k", "switching_engines"),
+        "the other engine does not get what is held unreduced",
+        "graphshard/state/shards.py",
+        "            self.param.give_unreduced(held)",
+        "            pass",
+        ("tests/dist/test_engines.py", "-k", "accumulation"),
+    ),
+    Mutation(
+        "what the other engine holds unreduced is not taken back",
+        "graphshard/runtime/engine.py",
+        "        self._eager.take_held()\n",
+        "",
+        ("tests/dist/test_engines.py", "-k", "accumulation"),
     ),
     Mutation(
         "memory that a gradient shares with an argument is held as it is",

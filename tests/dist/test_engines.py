@@ -1,0 +1,152 @@
+"""FSDP2's own engine between compiled calls: asked for, or since something sees each operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_calls import batch, mesh
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
+
+import graphshard
+from graphshard.testing import TrainingRun, WorkerPool, training_test
+
+
+@training_test(allow_eager=("TorchDispatchMode",))
+def test_call_under_a_dispatch_mode_between_compiled_calls(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    for index in range(3):
+        if index == 1:
+            with CommDebugMode():
+                loss = model(*models.tokens(index, run.rank)).square().mean()
+                loss.backward()
+        else:
+            loss = model(*models.tokens(index, run.rank)).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().mean())(x),
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),))[1],
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[:1]),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="eager FSDP2 fails under transforms with torch 2.11")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@training_test(allow_eager=("a transform of torch.func",))
+def test_call_under_a_transform_between_compiled_calls(run: TrainingRun, transform: str) -> None:
+    model = run.shard(models.mlps(3))
+    for index in range(2):
+        (x,) = models.features(index, run.rank)
+        seen = TRANSFORMS[transform](model, x)
+        if transform == "vmap":  # FSDP2 has no gradients of gradients
+            seen.square().mean().backward()
+        loss = model(x).square().mean()
+        loss.backward()
+        run.observe(loss, model, outputs=seen)
+
+
+def values_of_a_functional_call() -> None:
+    model = graphshard.compile(models.mlps(3), mesh(), backend="aot_eager")
+    (x,) = models.features(0, torch.distributed.get_rank())
+    want = model(x)
+
+    def run(values: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = torch.func.functional_call(model, values, (x,)).sum()
+        return loss
+
+    doubled = {name: param.detach() * 2 for name, param in model.named_parameters()}
+    for call in (run, torch.func.grad(run)):
+        with pytest.raises(RuntimeError, match=r"parameter '0.*' was replaced after compile"):
+            call(doubled)
+    torch.testing.assert_close(model(x), want, rtol=0, atol=0)
+
+
+def test_values_of_a_functional_call_are_refused(two_ranks: WorkerPool) -> None:
+    two_ranks.run(values_of_a_functional_call)
+
+
+@training_test()
+def test_engines_alternate(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index in range(5):
+        if index % 2 and not run.is_reference:
+            with graphshard.eager(model) as same:
+                assert same is model
+                loss = model(*models.tokens(index, run.rank)).square().mean()
+                loss.backward()
+        else:
+            loss = model(*models.tokens(index, run.rank)).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Of the microbatches of a step, which run in eager FSDP2.
+ALTERNATIONS = {"eager between": (False, True, False), "eager last": (False, False, True), "eager first": (True, False)}
+LOW = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+@pytest.mark.parametrize("policy", [{}, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("alternation", ALTERNATIONS)
+@training_test(allow_eager=("TorchDispatchMode",))
+def test_engines_alternate_within_an_accumulation(run: TrainingRun, alternation: str, policy: dict[str, Any]) -> None:
+    model = run.shard(models.Decoder(layers=2), **policy)
+    microbatches = ALTERNATIONS[alternation]
+    for step in range(2):
+        for number, eager in enumerate(microbatches):
+            model.set_requires_gradient_sync(number == len(microbatches) - 1)
+            with CommDebugMode() if eager else nullcontext():
+                loss = model(*models.tokens(10 * step + number, run.rank)).square().mean()
+            loss.backward()  # without the mode, behind a forward of FSDP2's
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+@training_test(allow_eager=("TorchDispatchMode",))
+def test_engines_alternate_while_a_unit_is_not_called(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=2))
+    model.set_requires_gradient_sync(False)
+    model(*models.tokens(0, run.rank)).square().mean().backward()
+    with CommDebugMode():
+        model.layers[0](*models.sequences(0, run.rank)).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    loss = model(*models.tokens(1, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+
+
+def switch_while_partial() -> None:
+    mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = graphshard.compile(models.Decoder(layers=2), mesh_2d, backend="aot_eager")
+
+    def step() -> None:
+        model(*batch()).square().mean().backward()
+
+    model.set_requires_all_reduce(False)
+    step()
+    with pytest.raises(RuntimeError, match=r"graphshard holds gradients of \d+ .*embed.weight.* not over their copies"):
+        graphshard.eager(model).__enter__()
+    model.set_requires_all_reduce(True)
+    step()
+    with graphshard.eager(model):
+        model.set_requires_all_reduce(False)
+        step()
+    with pytest.raises(RuntimeError, match=r"eager FSDP2 holds gradients of .*set_requires_all_reduce"):
+        step()
+
+
+def test_switching_engines_while_gradients_are_partly_reduced_is_an_error(four_ranks: WorkerPool) -> None:
+    four_ranks.run(switch_while_partial)
