@@ -17,7 +17,7 @@ from graphshard import fsdp2
 from graphshard.agree.executed import check_compare_every
 from graphshard.agree.ranks_alike import post_settings
 from graphshard.capture import marked_classes
-from graphshard.capture.units import resolve_units
+from graphshard.capture.units import resolve_units, said_of_units, units_found
 from graphshard.compat.versions import check_torch_version
 from graphshard.faults import check_deadline, watch
 from graphshard.fsdp2.sharding_arguments import check_parameters, check_placements, check_reshard
@@ -67,7 +67,8 @@ def compile(
         mesh: data-parallel mesh, 1-D, or 2-D for hybrid sharding (copies, shards); None for an annotated model, or for
             one axis over all ranks.
         strategy: ``"fully_shard"``; ``"replicate"``: parameters are whole on every rank, gradients all-reduced.
-        units: FQNs, classes or modules to shard as units, instead of repeated blocks; the root is always one.
+        units: FQNs, classes or modules to shard as units, instead of those that `find_units` finds; the
+            root is always one.
         reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; an int
             keeps them sharded over that many ranks meanwhile; ``"auto"``: the plan decides for each unit; None: so it
             does for a plain model with ``plan="auto"``, else frees all but the root's.
@@ -161,9 +162,9 @@ def compile(
         )
     keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
     planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
-    if not annotated and mesh is not None:
-        _annotate(model, strategy, mesh, sharding)
+    said = [] if annotated or mesh is None else _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
+    engine.context.report.units = said
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *compares, *planning.settings)
     planning.posts = post_settings(engine.context.name, engine.units, settings)
@@ -254,8 +255,10 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
+def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> list[str]:
+    """Shards a plain model; returns which units were found, in words."""
     arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
+    said = said_of_units(units_found(model)) if sharding["units"] is None else []
     modules = [*resolve_units(model, sharding["units"], sharding["ignored_params"] or set()), model]
     if strategy == "replicate":
         for name in ("reshard_after_forward", "shard_placement_fn"):
@@ -266,6 +269,7 @@ def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[
     else:
         for module in modules:
             fully_shard(module, mesh=mesh, **arguments)
+    return said
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -1,9 +1,10 @@
-"""Units found from the structure of a model: repeated blocks, never names."""
+"""Units found from the structure of a model: blocks in containers, never names."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,36 +12,76 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded as units of their own, outermost repeated blocks; what is left belongs to the root.
+    """The modules that are sharded as units of their own, outermost blocks; what is left belongs to the root.
 
-    A block is repeated when a container (`ModuleList`, `Sequential`, `ModuleDict`) holds at least two children of its
-    class with equal parameter shapes, dtypes and `requires_grad`. A block that shares a parameter, or a module that has
-    some, with the rest of the model stays with the root: two units cannot own one parameter.
+    Children of one container (`ModuleList`, `Sequential`, `ModuleDict`) are blocks where they are of one class and have
+    equal parameter shapes, dtypes and `requires_grad`. So are, where they consist of modules themselves and hold no
+    blocks: others of that class, children of one class in any shape, and all others beside such blocks. A block that
+    shares a parameter, or a module that has some, with the rest of the model stays with the root: two units cannot own
+    one parameter.
     """
+    return [unit.module for unit in units_found(model)]
+
+
+@dataclass(frozen=True)
+class FoundUnit:
+    """A module that is to be a unit.
+
+    Attributes:
+        module: the unit.
+        place: FQN of the container that holds it.
+        why: it is a block: a few words.
+    """
+
+    module: nn.Module
+    place: str
+    why: str
+
+
+def units_found(model: nn.Module) -> list[FoundUnit]:
+    """What `find_units` finds, and why."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_units: model: got {type(model).__name__}, want an nn.Module")
-    units: list[nn.Module] = []
-    outside = _owner_counts(model)
-    _collect(model, outside, units, set())
-    return units
+    return list(_found(model, "", _owner_counts(model), set()))
 
 
-def _collect(module: nn.Module, owners: dict[int, int], units: list[nn.Module], seen: set[int]) -> None:
-    repeated: set[int] = set()
-    if isinstance(module, _CONTAINERS):
-        kinds: dict[object, list[nn.Module]] = defaultdict(list)
-        for child in module.children():  # a child registered twice counts once
-            if (kind := _kind(child)) is not None:
-                kinds[kind].append(child)
-        repeated = {id(child) for siblings in kinds.values() if len(siblings) > 1 for child in siblings}
-    for child in module.children():
+def said_of_units(found: Sequence[FoundUnit]) -> list[str]:
+    """Units by container, class and reason, one line for each."""
+    counts = Counter((unit.place or "the model", type(unit.module).__name__, unit.why) for unit in found)
+    said = [f"units in {place}: {count} {name}, {why}" for (place, name, why), count in counts.items()]
+    return said or ["units: none, as no container of the model holds blocks: all of it is one; `units` names others"]
+
+
+def _found(module: nn.Module, place: str, owners: dict[int, int], seen: set[int]) -> Iterator[FoundUnit]:
+    blocks = _blocks(module, owners) if isinstance(module, _CONTAINERS) else {}
+    for name, child in module.named_children():
         if id(child) in seen:
             continue
         seen.add(id(child))
-        if id(child) in repeated and not _shared(child, owners):
-            units.append(child)
+        if id(child) in blocks and not _shared(child, owners):
+            yield FoundUnit(child, place, blocks[id(child)])
         else:
-            _collect(child, owners, units, seen)
+            yield from _found(child, f"{place}.{name}" if place else name, owners, seen)
+
+
+def _blocks(container: nn.Module, owners: dict[int, int]) -> dict[int, str]:
+    """Ids of children that are blocks, each with why it is one."""
+    kinds: dict[object, list[nn.Module]] = defaultdict(list)
+    for child in container.children():  # a child registered twice counts once
+        if (kind := _kind(child)) is not None:
+            kinds[kind].append(child)
+    equal = [child for siblings in kinds.values() if len(siblings) > 1 for child in siblings]
+    blocks = {id(child): "equal blocks" for child in equal}
+    others = [child for siblings in kinds.values() for child in siblings if id(child) not in blocks]
+    others = [child for child in others if _is_composite(child)]
+    classes = {type(child) for child in equal if _is_composite(child)}
+    blocks.update({id(child): "of the class of equal blocks" for child in others if type(child) in classes})
+    others = [child for child in others if id(child) not in blocks and not any(_found(child, "", owners, set()))]
+    counts = Counter(map(type, others))
+    if classes or max(counts.values(), default=0) > 1:
+        why = {True: "blocks of one class", False: "beside blocks"}
+        blocks.update({id(child): why[counts[type(child)] > 1] for child in others})
+    return blocks
 
 
 def _kind(module: nn.Module) -> object:
@@ -49,6 +90,11 @@ def _kind(module: nn.Module) -> object:
         return None
     shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
     return (type(module), shapes) if shapes else None
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module consists of others that have parameters: single layers of any shape are no blocks."""
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 def _owner_counts(module: nn.Module, apart: Set[object] = frozenset()) -> dict[int, int]:

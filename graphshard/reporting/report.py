@@ -128,6 +128,8 @@ class Report:
         fallbacks: one line for each thing that is not compiled or that is ignored, by name.
         notes: one line for each thing that runs in programs, but not as the model's graphs would have it.
         joint_passes_s: seconds in passes on joint graphs, all regions.
+        units: which units were found besides the root, and why: a line for each container and class; none if users
+            chose them.
         twins: calls of blocks that Dynamo did not trace: each is alike one that it has traced.
         traced_once: (blocks, bodies) of equal blocks of regions: how many there are, and how many were traced.
     """
@@ -139,6 +141,7 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     joint_passes_s: float = 0.0
+    units: list[str] = field(default_factory=list)
     twins: int = 0
     traced_once: tuple[int, int] = (0, 0)
 
@@ -181,6 +184,7 @@ class Report:
             lines[0] += "; of {} equal blocks {} traced".format(*self.traced_once)
         if self.twins:
             lines[0] += f"; {self.twins} calls of blocks captured as those of their twins"
+        lines += [f"  {line}" for line in self.units]
         for p in self.programs:
             counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
             where = "one unit" if p.region < 0 else f"region {p.region}"

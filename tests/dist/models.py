@@ -329,3 +329,20 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
         return torch.tanh(x + others[0]) * others[1]
+
+
+class Biased(Mlp):
+    """Has a parameter more than its base, which may be None."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(DIM)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out if self.bias is None else out + self.bias
+
+
+def unlike_blocks() -> nn.Sequential:
+    """A block of another class, then one that has a parameter more than those behind it; each is a unit."""
+    return nn.Sequential(Mlp(), *(Biased(i == 0) for i in range(3)), nn.Linear(DIM, DIM))

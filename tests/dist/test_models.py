@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unused_output": {"build": models.TwoHeads, "inputs": models.features, "loss": models.main_loss},
     "growing_batch": {"build": models.ReadThrice, "inputs": models.growing_features},
     "graph_breaks": {"build": models.Broken, "inputs": models.features, "expect_collectives": None},
+    "unlike_blocks": {"build": models.unlike_blocks, "inputs": models.features},
     "parameter_lists": {"build": models.ListParameters, "inputs": models.features},
 }
 

@@ -12,11 +12,12 @@ import torch
 from test_models import INDUCTOR
 from test_training import BITWISE, loss_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from graphshard.testing import TrainingRun, training_test
+import graphshard
+from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 
 def train(run: TrainingRun, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -241,3 +242,20 @@ def test_unit_called_twice_reduces_its_gradients(run: TrainingRun, reshard: bool
         run.observe(loss, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def report_of_units() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    report = graphshard.report(graphshard.compile(models.unlike_blocks(), mesh, backend="aot_eager"))
+    assert report.units == [
+        "units in the model: 1 Mlp, beside blocks",
+        "units in the model: 1 Biased, of the class of equal blocks",
+        "units in the model: 2 Biased, equal blocks",
+    ]
+    assert all(line in str(report) for line in report.units)
+    chosen = graphshard.compile(models.unlike_blocks(), mesh, units=["0"], backend="aot_eager")
+    assert graphshard.report(chosen).units == []
+
+
+def test_report_says_which_units_were_found(two_ranks: WorkerPool) -> None:
+    two_ranks.run(report_of_units)

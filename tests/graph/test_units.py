@@ -1,4 +1,4 @@
-"""Units come from the structure of a model: repeated blocks in containers, whatever they are called."""
+"""Units come from the structure of a model: blocks in containers, whatever they are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.units import find_units, resolve_units
+from graphshard.capture.units import find_units, resolve_units, said_of_units, units_found
 
 
 class Block(nn.Module):
@@ -69,20 +69,54 @@ def test_units_do_not_depend_on_names(name: str) -> None:
     assert names(model, find_units(model)) == [f"{name}.0", f"{name}.1"]
 
 
-def test_units_need_two_equal_blocks() -> None:
+def test_units_need_two_blocks() -> None:
     assert found(nn.ModuleList([Block()])) == []
     assert found(nn.ModuleList([])) == []
-    assert found(nn.ModuleList([Block(4), Block(8)])) == []
     assert found(nn.ModuleList([Block(4), OtherBlock(4)])) == []
-    assert found(nn.ModuleList([Block(4), Block(8), Block(4), OtherBlock(4)])) == ["blocks.0", "blocks.2"]
 
 
-def test_units_differ_by_dtype_and_by_what_is_trained() -> None:
-    frozen = Block().requires_grad_(False)
-    assert found(nn.ModuleList([Block(), frozen, Block().to(torch.bfloat16)])) == []
-    assert found(nn.ModuleList([Block(), frozen, Block(), Block().requires_grad_(False)])) == [
-        f"blocks.{i}" for i in range(4)
+def reasons(model: nn.Module) -> list[str]:
+    return said_of_units(units_found(model))
+
+
+def test_blocks_of_one_class_are_units_in_any_shape() -> None:
+    model = Model(nn.ModuleList([Block(4), Block(8), Block(16).requires_grad_(False), Block().to(torch.bfloat16)]))
+    assert names(model, find_units(model)) == [f"blocks.{i}" for i in range(4)]
+    assert reasons(model) == ["units in blocks: 4 Block, blocks of one class"]
+
+
+def test_a_block_with_a_parameter_more_is_a_unit() -> None:
+    model = Model(nn.ModuleList([Block(), Block(), Block()]))
+    model.blocks[0].bias = nn.Parameter(torch.zeros(4))
+    assert names(model, find_units(model)) == [f"blocks.{i}" for i in range(3)]
+    assert reasons(model) == [
+        "units in blocks: 1 Block, of the class of equal blocks",
+        "units in blocks: 2 Block, equal blocks",
     ]
+
+
+def test_blocks_of_other_classes_beside_blocks_are_units() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), OtherBlock(), Block(), Block(), nn.LayerNorm(4))
+    assert names(model, find_units(model)) == ["1", "2", "3"]
+    assert reasons(model) == [
+        "units in the model: 1 OtherBlock, beside blocks",
+        "units in the model: 2 Block, equal blocks",
+    ]
+
+
+def test_a_model_of_one_unit_says_so() -> None:
+    (line,) = reasons(Model(nn.ModuleList([Block()])))
+    assert line.startswith("units: none") and line.endswith("`units` names others")
+
+
+def test_single_layers_of_other_shapes_are_no_units() -> None:
+    assert found(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))) == []
+    assert found(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8))) == ["blocks.0", "blocks.1"]
+
+
+def test_units_of_unlike_stages_are_their_blocks() -> None:
+    stages = nn.Sequential(*(nn.Sequential(Block(width), Block(width)) for width in (4, 8)), Block(8))
+    assert found(stages) == ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
 
 
 def test_units_need_parameters() -> None:
@@ -167,7 +201,7 @@ class Sharing(Block):
 
 def test_units_leave_blocks_that_share_a_module_to_the_root() -> None:
     linear = nn.Linear(4, 4)
-    assert found(nn.ModuleList([Sharing(linear), Sharing(linear), Sharing(nn.Linear(4, 4)), Block()])) == ["blocks.2"]
+    assert found(nn.ModuleList([Sharing(linear), Sharing(linear), Sharing(nn.Linear(4, 4))])) == ["blocks.2"]
     assert found(nn.ModuleList([Sharing(linear), Sharing(linear), Block(), Block()])) == ["blocks.2", "blocks.3"]
 
 
