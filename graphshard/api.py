@@ -313,10 +313,11 @@ def eager(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def weight_backward(model: nn.Module) -> Callable[[], Callable[[], None]]:
-    """Splits each backward of a pipeline stage in two, for schedules that fill bubbles with gradients of weights.
+    """Splits each backward of a model in two, for schedules that fill bubbles with gradients of weights.
 
-    Pass what it returns as `dw_builder` to `torch.distributed.pipelining.PipelineStage`: backward then computes the
-    gradients of the stage's inputs, and the schedule runs the other half, a program of its own, when it wants to.
+    Torch's own schedules need no such thing. One of your own calls what this returns behind a backward, which has
+    computed gradients of inputs only, for a function that does the other half, a program of its own; so does a
+    `PipelineStage` that gets it as its `dw_builder`.
 
     Args:
         model: a stage's module, compiled by `compile`. From now on its backward does half the work.

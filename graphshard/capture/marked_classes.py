@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from graphshard.capture.parameters_in_forward import named_parameters
-from graphshard.compat.autograd import called_to_reduce_grads
+from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only
 from graphshard.graph.markers import UNSHARD
 from graphshard.graph.twin_calls import ASK, END, TWIN
@@ -75,6 +75,9 @@ class ModelRunner(Protocol):
     def wait_for_optimizer(self, event: Any) -> None:
         """`FSDPModule.set_post_optim_event`."""
 
+    def begin_half(self, half: str) -> None:
+        """A pipeline stage is about to run the half of a backward for its ``"input"``, or for each ``"weight"``."""
+
 
 # In a marked class: the call of the class that it marks.
 _OWN_CALL = "_graphshard_own_call"
@@ -108,10 +111,15 @@ def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
     """What every class has that marks `cls`."""
-    body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    if cls.named_parameters is nn.Module.named_parameters:  # else the user's own says what it yields
-        body["named_parameters"] = named_parameters(_in_forward, shard_key)
-    return body
+    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, shard_key)
+    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named}
+
+
+@inline_only
+def _begin_half(module: nn.Module) -> None:
+    """Tells the engine, if what asks for parameters is a pipeline stage that is about to run one half of a backward."""
+    if not is_compiling() and (half := half_of_backward()) is not None:
+        module.__dict__[ENGINE].begin_half(half)
 
 
 @inline_only

@@ -19,17 +19,25 @@ from graphshard.compat.modules import child_modules, own_parameters
 Named = Iterator[tuple[str, Any]]
 
 
-def named_parameters(in_forward: Callable[[nn.Module], bool], key_of: Callable[[str], str]) -> Callable[..., Named]:
+def named_parameters(
+    own: Callable[..., Named],
+    asked: Callable[[nn.Module], None],
+    in_forward: Callable[[nn.Module], bool],
+    key_of: Callable[[str], str],
+) -> Callable[..., Named]:
     """`named_parameters` of a marked class.
 
     Args:
+        own: of the class that it marks. One of the user's own says itself what it yields.
+        asked: is told first.
         in_forward: whether a module is asked in a forward of its model, traced or not.
         key_of: key in a module's `__dict__` of what it holds for a sharded parameter, its leaf first.
     """
 
     def ask(self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Named:
-        if not in_forward(self):
-            return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+        asked(self)
+        if own is not nn.Module.named_parameters or not in_forward(self):
+            return own(self, prefix, recurse, remove_duplicate)
         return walk(self, f"{prefix}." if prefix else "", recurse, set() if remove_duplicate else None, True)
 
     @inline_only

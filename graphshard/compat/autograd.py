@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 
@@ -40,6 +40,20 @@ def called_to_reduce_grads() -> bool:
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     method = getattr(getattr(stage, "_PipelineStageBase", None), "perform_reduce_grad", None)
     return method is not None and sys._getframe(2).f_code is method.__code__
+
+
+def half_of_backward() -> str | None:
+    """``"input"`` or ``"weight"`` where a pipeline stage begins that half of a backward: it asks its module for
+    `parameters` then, which is the caller's caller's caller.
+    """
+    halves: Any = sys.modules.get("torch.distributed.pipelining._backward")
+    if halves is None:
+        return None
+    parameters = sys._getframe(3)
+    if parameters.f_code is not nn.Module.parameters.__code__ or parameters.f_back is None:
+        return None
+    codes = {halves.stage_backward_input.__code__: "input", halves.stage_backward_weight.__code__: "weight"}
+    return codes.get(parameters.f_back.f_code)
 
 
 def keeps_graph() -> bool:

@@ -230,6 +230,7 @@ class Engine:
         """`FSDPModule.reset_iter_state`: forgets what a failed step left behind."""
         self.holdings.forward.runs = False
         self._outside.clear()
+        self.backward.reset()
         self.holdings.reset()
 
     def reduce_held(self) -> None:
@@ -239,6 +240,24 @@ class Engine:
     def wait_for_optimizer(self, event: Any) -> None:
         """`FSDPModule.set_post_optim_event`."""
         self._optimizer_event = event
+
+    def begin_half(self, half: str) -> None:
+        """A pipeline stage is about to run the half of a backward for its ``"input"``, or for each ``"weight"``.
+
+        Raises:
+            UnsupportedModel: there are no backward programs, of which one could be a half.
+        """
+        if not self.compiled:
+            return
+        if self.options.backend == "eager":
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: a pipeline's schedule splits its backward; got backend='eager', want "
+                "'aot_eager' or 'inductor'"
+            )
+        if half == "input":
+            self.backward.defer_weights_once()
+        else:
+            self.backward.run_earliest_weights()
 
     # -- other ways to run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
@@ -29,6 +30,8 @@ class RunningBackward:
         self._ending: frozenset[Unit] = frozenset()
         self.deferred: list[Callable[[], None]] | None = None
         self.finish: Callable[[], None] = lambda: None
+        self._once = False
+        self._halves: deque[list[Callable[[], None]]] = deque()
 
     def runs(self, only: frozenset[Unit] = frozenset()) -> None:
         """Sees to it that what is held is looked at when the running backward ends.
@@ -46,6 +49,25 @@ class RunningBackward:
         self.finish()
         self._reductions.end_backward(self._ending)
         self._calls.end_backward()
+        if self._once and self.deferred is not None:
+            self._halves.append(self.deferred)
+            self._once, self.deferred = False, None
+
+    def defer_weights_once(self) -> None:
+        """The backward that comes next computes gradients of inputs only; `run_earliest_weights` does the rest."""
+        if self.deferred is None:
+            self._once, self.deferred = True, []
+
+    def run_earliest_weights(self) -> None:
+        """Does the rest of the earliest backward of which it is to be done."""
+        for run in self._halves.popleft() if self._halves else ():
+            run()
+
+    def reset(self) -> None:
+        """Forgets what a failed step left behind."""
+        self._halves.clear()
+        if self._once:
+            self._once, self.deferred = False, None
 
     def defer_weights(self) -> Callable[[], Callable[[], None]]:
         """From now on backward computes gradients of inputs only; what is returned yields the rest of it, so far."""

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -40,6 +41,7 @@ SCHEDULES: dict[str, Any] = {
     "Interleaved1F1B": ScheduleInterleaved1F1B,
     "LoopedBFS": ScheduleLoopedBFS,
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
 }
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -74,27 +76,30 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model, mesh=mesh["dp"])
 
 
-def stages_of(run: TrainingRun, schedule: str, annotate: Annotate) -> list[PipelineStage]:
-    """This rank's stages: one, or two that are half the pipeline apart."""
+def stages_of(run: TrainingRun, schedule: str, annotate: Annotate, told: bool) -> list[PipelineStage]:
+    """This rank's stages: one, or two that are half the pipeline apart, or, in a V, as far from its two ends. `told`: a
+    compiled one is given `weight_backward`.
+    """
     pp = run.mesh["pp"]
     per_rank = 1 if issubclass(SCHEDULES[schedule], PipelineScheduleSingle) else 2
     count = per_rank * pp.size()
     full = [nn.Sequential(*(Layer() for _ in range(LAYERS_PER_STAGE))) for _ in range(count)]
     stages = []
-    for index in range(pp.get_local_rank(), count, pp.size()):
+    rank = pp.get_local_rank()
+    for index in (rank, count - 1 - rank) if schedule == "ZBV" else range(rank, count, pp.size()):
         module = run.shard(full[index], annotate=annotate)
-        # A compiled stage has one backward for inputs and weights: a schedule that splits them needs to be told.
-        split = schedule == "InterleavedZeroBubble" and not run.is_reference
-        dw_builder = graphshard.weight_backward(module) if split else None
+        dw_builder = graphshard.weight_backward(module) if told and not run.is_reference else None
         stages.append(
             PipelineStage(module, index, count, torch.device("cpu"), group=pp.get_group(), dw_builder=dw_builder)
         )
     return stages
 
 
-def train(run: TrainingRun, schedule: str, annotate: Annotate, dtype: torch.dtype = torch.float32) -> None:
+def train(
+    run: TrainingRun, schedule: str, annotate: Annotate, dtype: torch.dtype = torch.float32, told: bool = False
+) -> None:
     """Two steps of a pipeline. Gradients are scaled in place as soon as a schedule returns: none may be in flight."""
-    stages = stages_of(run, schedule, annotate)
+    stages = stages_of(run, schedule, annotate, told)
     optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=1e-2) for stage in stages]
     one_stage = issubclass(SCHEDULES[schedule], PipelineScheduleSingle)
     pipeline = SCHEDULES[schedule](stages[0] if one_stage else stages, MICROBATCHES, loss_fn=F.mse_loss)
@@ -120,18 +125,31 @@ def step(run: TrainingRun, pipeline: Any, index: int, dtype: torch.dtype) -> Ten
     )
     losses: list[Tensor] = []
     with run.counted(f"step {index}"):
-        if pp.get_local_rank() == 0:
-            pipeline.step(batch)
-        else:
-            pipeline.step(target=target, losses=losses)
+        is_v = isinstance(pipeline, ScheduleZBVZeroBubble)  # the first rank has the last stage, too
+        ends = {"target": target, "losses": losses} if is_v or pp.get_local_rank() else {}
+        pipeline.step(*([] if pp.get_local_rank() else [batch]), **ends)
     return torch.stack(losses) if losses else torch.zeros(())
 
 
 @pytest.mark.row("P3")
-@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        pytest.param("ZBV", marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 sends to itself")),
+    ],
+)
 @training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("pp", "dp"))
 def test_pipeline_of_fully_sharded_stages_trains(run: TrainingRun, schedule: str) -> None:
     train(run, schedule, fully_sharded)
+
+
+@pytest.mark.row("P3")
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=("pp", "dp"))
+def test_pipeline_whose_stages_are_told_to_split_their_backwards_trains(run: TrainingRun) -> None:
+    train(run, "InterleavedZeroBubble", fully_sharded, told=True)
 
 
 @pytest.mark.row("P3")
