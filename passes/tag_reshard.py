@@ -1,7 +1,8 @@
 """Tells the partitioner to gather parameters again in backward, never to save what was gathered.
 
-Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged, and every view of one. Without a tag
-the partitioner would save the gathered value. A marker covers cast, gather and copy-out, so one tag decides all of it.
+Needs: a joint graph with markers, duplicates folded. Leaves: every unshard tagged, and every view and cast of one, such
+as autocast's. Without a tag the partitioner would save the gathered value, or all of it in another dtype. A marker
+covers cast, gather and copy-out, so one tag decides all of it.
 
     %a = unshard(%s, ...)   ->   the same, meta["recompute"] = MUST_RECOMPUTE
 
@@ -23,14 +24,14 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphshard.compat.partitioner import tag_reshard, tag_saved
-from graphshard.graph.ir import PassContext, is_tangent, may_view, unshards
+from graphshard.graph.ir import PassContext, is_cast, is_tangent, may_view, unshards
 
 _DONE = "reshard_tagged"
 
 
 @dataclass(frozen=True)
 class ReshardEdit:
-    """Names of unshards, and of views of them, to gather again; of what is not to be computed again."""
+    """Names of unshards, and of views and casts of them, to gather again; of what is not to be computed again."""
 
     again: tuple[str, ...]
     once: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ def decide(graph: Graph, ctx: PassContext) -> ReshardEdit:
 def _views(unshard: Node) -> list[Node]:
     found = [unshard]
     for node in found:  # grows: a part of a view is a view too
-        found += [user for user in node.users if may_view(user) and user.args[0] is node]
+        found += [user for user in node.users if (may_view(user) or is_cast(user)) and user.args[0] is node]
     return found
 
 

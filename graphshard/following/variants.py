@@ -1,4 +1,5 @@
-"""Calls of one kind that use other parameters than the first one: early exits, branches, experts that nobody asks for.
+"""Calls of one kind that use other parameters than the first one, or need others again in backward: early exits,
+branches, experts that nobody asks for.
 
 A rank cannot see whether the others take the same branch. So it says in the store which one it takes, and waits a
 little. If all come, the call is theirs: what it does not use is not sent, and gets no gradient. If not, it sends what
@@ -136,8 +137,8 @@ class Variants:
         """
         self._differ = True
         self._say(
-            f"{self.what}: ranks use other parameters than each other: each gathers and reduces those of all, zeros "
-            "for what it does not use"
+            f"{self.what}: ranks use other parameters than each other, or need others again in backward: each gathers "
+            "and reduces those of all, zeros for what it does not use"
         )
         if by_all and not frozenset((whole := self._everything()).binding.shards) <= frozenset(
             self.primary.binding.shards

@@ -200,6 +200,13 @@ def is_marker(node: Node) -> bool:
     return is_call(node, UNSHARD) or is_call(node, REDUCE_GRAD)
 
 
+def is_cast(node: Node) -> bool:
+    """Whether the result of `node` is its first argument in another dtype."""
+    if is_call(node, aten._to_copy.default):  # noqa: SLF001
+        return set(node.kwargs) == {"dtype"}
+    return is_call(node, torch.ops.prims.convert_element_type.default)
+
+
 def is_constant(node: Node) -> bool:
     """Whether it makes the same tensor wherever it stands, of numbers alone."""
     return node.op == "call_function" and node.target in _CONSTANTS and not node.all_input_nodes

@@ -17,7 +17,7 @@ from graphshard.compat.inductor import CompileState, copy_graph, keep_what_forwa
 from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.block_calls import Body
-from graphshard.graph.ir import Direction, output_args
+from graphshard.graph.ir import Direction, output_args, shard_placeholder, unshards
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -96,8 +96,9 @@ class Region:
             keep_what_forward_saves()
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         lowering, binding = self._lowering, self._lowering.binding(graph)
-        is_whole = runtime.follower.is_whole(self._broken)
-        lowering.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole)
+        is_whole, backward = runtime.follower.is_whole(self._broken), self._backward_to_come(direction)
+        again = frozenset[int]() if backward is None else _gathered_again(graph, backward)
+        lowering.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole, again=again)
         lowering.structure = lowering.structure_of(binding)
         followed = runtime.follower.of_forward(graph.direction, binding, lowering.structure, self._broken, runs=False)
         lowering.leader = runtime.follower.leader
@@ -105,14 +106,20 @@ class Region:
             self.parts.lower_forward(graph, binding, followed)
             return boxed(lambda args: self._run_forward(graph, args))
         whole = runtime.holdings.split.in_forward(binding.parts, self._broken) | runtime.prefetch.outside(binding)
-        if planning is not None and direction == "forward":
-            backward = planning.take_backward()
-            if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
-                text, backward = str(backward.graph), module_of(backward, copy_graph(backward))
-                self._planned = text, self._expanded(backward, "backward")
-                lowering.keep_units(graph, backward, binding)
+        if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
+            lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)
         return boxed(lambda args: self._run_forward(graph, args))
+
+    def _backward_to_come(self, direction: Direction) -> GraphModule | None:
+        """The backward of a forward that is compiled, with blocks in the place of calls; None: there is none."""
+        planning = self._lowering.runtime.context.planning
+        backward = None if planning is None or direction != "forward" else planning.take_backward()
+        if backward is None:
+            return None
+        text, backward = str(backward.graph), module_of(backward, copy_graph(backward))
+        self._planned = text, self._expanded(backward, "backward")
+        return backward
 
     def _expanded(self, gm: GraphModule, direction: Direction) -> GraphModule:
         """A graph with blocks in the place of calls: itself, changed; of a planned backward, what was made then."""
@@ -180,6 +187,12 @@ class Region:
         results = self._runner.run(selected.program, binding, args)
         self._selection.behind_backward(selected)
         return results
+
+
+def _gathered_again(forward: MarkedGraph, backward: GraphModule) -> frozenset[int]:
+    """Slots of a forward that its backward gathers, too."""
+    again = {shard_placeholder(node).name for node in unshards(backward.graph)}
+    return frozenset(slot for slot, (name, _) in enumerate(forward.slots) if name in again)
 
 
 def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:

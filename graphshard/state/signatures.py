@@ -1,13 +1,14 @@
 """Names of programs that are the same on every rank, whatever graph a rank has lowered them from.
 
-A forward is known by the parameters that it uses and by the state that it runs in; a backward by those of its forward,
-since what a backward still needs is the partitioner's choice, which depends on shapes.
+A forward is known by the parameters that it uses, by those that its backward gathers again, and by the state that it
+runs in; a backward by those of its forward, since what else it needs is the partitioner's choice, which depends on
+shapes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.agree.contract import ContractParam
@@ -62,25 +63,35 @@ def contract_params(binding: Binding) -> list[ContractParam]:
     return sorted(found, key=lambda place: (place.unit, place.index))
 
 
-def structure(binding: Binding, input_grads: int, is_whole: bool) -> str:
-    """The parameters of a call.
+def structure(binding: Binding, input_grads: int, is_whole: bool, again: Collection[int] = ()) -> str:
+    """The parameters of a call, and which of them its backward gathers again.
 
     Args:
         binding: the call's shards.
         input_grads: how many of its inputs need a gradient: where none does, a backward gathers less.
         is_whole: whether it is all that the user called. Then units count by name, for ranks may use other ones that
             are equal; parts of a call come in one order on all ranks, and equal blocks share them.
+        again: slots that the backward gathers: others where code takes another branch with the same parameters.
     """
+
+    def index_of(slot: int) -> int:
+        return binding.shards[slot].index
+
     found = [f"{input_grads} inputs need gradients"]
     for unit in ordered_units(binding):
         if unit.reduce_unused:  # gathered and reduced outside: ranks may use other parameters of it
             continue
-        own = sorted((s.index, s.param.size, s.leaf.requires_grad) for s in binding.shards if s.unit is unit)
+        own = [slot for slot, shard in enumerate(binding.shards) if shard.unit is unit]
         if is_whole:
             found.append(unit.name)
-        said = (f"{i}: {'x'.join(map(str, size))}{'' if trainable else ' frozen'}" for i, size, trainable in own)
-        found.append(", ".join(said))
+        found.append(", ".join(_said_of(binding, slot, again) for slot in sorted(own, key=index_of)))
     return "; ".join(found)
+
+
+def _said_of(binding: Binding, slot: int, again: Collection[int]) -> str:
+    shard = binding.shards[slot]
+    frozen, twice = "" if shard.leaf.requires_grad else " frozen", " again" if slot in again else ""
+    return f"{shard.index}: {'x'.join(map(str, shard.param.size))}{frozen}{twice}"
 
 
 def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = False) -> str:
