@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, TWIN_MARK, shard_key
+from graphshard.capture.parameters_in_forward import FORWARD
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, BuiltinFunctionType)
@@ -29,7 +30,7 @@ _HOOKS = {
 }
 _PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 # What every module has, and what no forward reads.
-_STANDARD = {*vars(nn.Module()), ENGINE, TWIN_MARK} - {"training"}
+_STANDARD = {*vars(nn.Module()), ENGINE, FORWARD, TWIN_MARK} - {"training"}
 _UNREAD_PREFIX = "__composable_api_state_key"
 
 

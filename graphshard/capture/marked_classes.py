@@ -118,7 +118,7 @@ def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
 @inline_only
 def _begin_half(module: nn.Module) -> None:
     """Tells the engine, if what asks for parameters is a pipeline stage that is about to run one half of a backward."""
-    if not is_compiling() and (half := half_of_backward()) is not None:
+    if not is_compiling() and (half := half_of_backward()) is not None and ENGINE in module.__dict__:
         module.__dict__[ENGINE].begin_half(half)
 
 
@@ -127,8 +127,8 @@ def _in_forward(module: nn.Module) -> bool:
     """Whether a forward of a module's model runs, or is traced."""
     if is_compiling():
         return _own_trace
-    running: bool = module.__dict__[ENGINE].running
-    return running
+    engine: ModelRunner | None = module.__dict__.get(ENGINE)  # a slice of a container is of its class, and has none
+    return engine is not None and engine.running
 
 
 # Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from graphshard.capture import marked_classes
+from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
 from graphshard.compat.modules import global_hooks, hooks_of
 from graphshard.fsdp2 import Unit
 
@@ -49,16 +51,27 @@ def mark_classes(
         module.__class__ = marked_classes.marked_class(type(module), tuple(sorted(names.get(key, ()))), key in alike)
         module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-    for module in {id(module): module for unit in unit_modules for module in unit.modules()}.values():
-        if id(module) not in modules and any(id(inner) in names for inner in module.modules()):
-            module.__dict__[marked_classes.ENGINE] = engine
-            module.__class__ = marked_classes.marked_around(type(module))
+    for unit_module in unit_modules:
+        forward = UnitForward()
+        for module in _modules_of(unit_module):
+            module.__dict__[FORWARD] = forward
+            if id(module) not in modules and any(id(inner) in names for inner in module.modules()):
+                module.__dict__[marked_classes.ENGINE] = engine
+                module.__class__ = marked_classes.marked_around(type(module))
     inner = {id(module) for module in unit_modules}
     return frozenset(
         key
         for key, module in modules.items()
         if any(id(child) in inner for child in module.modules() if child is not module)
     )
+
+
+def _modules_of(unit_module: nn.Module) -> list[nn.Module]:
+    """A module that `fully_shard` was called on, and what is inside it, down to others."""
+    found = [unit_module]
+    for module in found:  # grows
+        found += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    return found
 
 
 def hook_keys(modules: Iterable[nn.Module]) -> list[int]:

@@ -1,5 +1,5 @@
-"""`named_parameters` of a module in a running forward, of which `parameters` is made: the parameters of its unit are
-gathered, as FSDP2 registers them then; those of units inside it are shards.
+"""`named_parameters` of a module in a running forward, of which `parameters` is made: parameters are gathered while the
+forward of their unit runs, as FSDP2 registers them then; those of other units are shards.
 
 Modules that own no parameters answer so, too: `next(self.mlp.parameters()).dtype` is how many ask for `param_dtype`.
 """
@@ -10,10 +10,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from graphshard.compat.dynamo import inline_only
 from graphshard.compat.modules import child_modules, own_parameters
+
+# On each module of a unit: its `UnitForward`.
+FORWARD = "_graphshard_forward"
+
+
+class UnitForward:
+    """Whether the forward of a unit's module runs. The unit's hooks say so, in a trace, too."""
+
+    is_put_back = True  # a block leaves it as it has found it: no change, for those that look for one (see `Changes`)
+
+    def __init__(self) -> None:
+        self.runs = False
+
 
 # (name, parameter)
 Named = Iterator[tuple[str, Any]]
@@ -38,11 +50,12 @@ def named_parameters(
         asked(self)
         if own is not nn.Module.named_parameters or not in_forward(self):
             return own(self, prefix, recurse, remove_duplicate)
-        return walk(self, f"{prefix}." if prefix else "", recurse, set() if remove_duplicate else None, True)
+        return walk(self, f"{prefix}." if prefix else "", recurse, set() if remove_duplicate else None)
 
     @inline_only
-    def walk(module: nn.Module, prefix: str, recurse: bool, seen: set[Any] | None, gathered: bool) -> Named:
+    def walk(module: nn.Module, prefix: str, recurse: bool, seen: set[Any] | None) -> Named:
         held, registered = module.__dict__, own_parameters(module)
+        gathered = FORWARD in held and held[FORWARD].runs
         for name in registered:
             key = key_of(name)
             tensor: Tensor | None = held[key][0] if key in held else registered[name]
@@ -51,7 +64,7 @@ def named_parameters(
             yield prefix + name, getattr(module, name) if gathered else registered[name]
         for name, child in child_modules(module).items() if recurse else ():
             if child is not None and not is_seen(child, seen):
-                yield from walk(child, f"{prefix}{name}.", True, seen, gathered and not isinstance(child, FSDPModule))
+                yield from walk(child, f"{prefix}{name}.", True, seen)
 
     @inline_only
     def is_seen(found: object, seen: set[Any] | None) -> bool:

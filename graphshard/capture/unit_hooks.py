@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from graphshard.capture.parameters_in_forward import FORWARD
 from graphshard.capture.unit_inputs import entering
 from graphshard.compat.dynamo import inline_only
 
@@ -34,6 +35,7 @@ def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook,
 
     @inline_only
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        module.__dict__[FORWARD].runs = True
         if param_dtype is not None:
             args, kwargs = cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
         if enters and torch.is_grad_enabled():
@@ -42,6 +44,7 @@ def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook,
 
     @inline_only
     def post(module: nn.Module, args: Any, output: Any) -> Any:
+        module.__dict__[FORWARD].runs = False
         return None if output_dtype is None else cast_floating(output, output_dtype)
 
     return pre, post

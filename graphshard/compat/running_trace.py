@@ -65,6 +65,8 @@ class Changes:
         self.tensors: set[int] = set()
         stored: dict[Any, Any] = effects.store_attr_mutations
         for variable, values in stored.items():
+            if getattr(type(getattr(variable, "value", None)), "is_put_back", False):
+                continue
             there = not isinstance(variable.mutation_type, AttributeMutationNew)
             if there or isinstance(variable, (TensorVariable, NewGlobalVariable)):
                 for name, value in values.items():

@@ -97,19 +97,20 @@ def _said_of(binding: Binding, slot: int, again: Collection[int]) -> str:
 def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = False) -> str:
     """Where the units of a call are not in their usual state; names no process group, which siblings have others of.
 
-    Of a backward, what is frozen does not count: whether its graph has it at all is the partitioner's choice.
+    Of a backward, what is frozen does not count, nor do units of which all is: whether its graph has any of it is the
+    partitioner's choice.
     """
     counts = {shard for shard in binding.shards if shard.leaf.requires_grad or not backward}
     state_of = dict(zip(binding.units, states, strict=True))
     slots_of = dict(zip(binding.units, binding.slots, strict=True))
-    ordinals = {unit.name: number for number, unit in enumerate(ordered_units(binding))}
+    counted = {shard.unit for shard in counts}
+    units = [unit for unit in ordered_units(binding) if unit in counted]
+    ordinals = {unit.name: number for number, unit in enumerate(units)}
     found = []
-    for unit in ordered_units(binding):
+    for unit in units:
         state = state_of[unit]
         if unit.reduce_unused:
             found.append(f"{ordinals[unit.name]}: outside")
-            continue
-        if not any(shard.unit is unit for shard in counts):
             continue
         settings = replace(state.settings, forward_prefetch=(), backward_prefetch=(), scatter_group="")
         said = [] if settings == DEFAULT_SETTINGS else [str(settings)]
