@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
 
+# What is beside blocks is one, too, unless the largest of them has more than so many times its elements.
+_SMALL = 100
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -15,10 +18,10 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     """The modules that are sharded as units of their own, outermost blocks; what is left belongs to the root.
 
     Children of one container (`ModuleList`, `Sequential`, `ModuleDict`) are blocks where they are of one class and have
-    equal parameter shapes, dtypes and `requires_grad`. So are, where they consist of modules themselves and hold no
-    blocks: others of that class, children of one class in any shape, and all others beside such blocks. A block that
-    shares a parameter, or a module that has some, with the rest of the model stays with the root: two units cannot own
-    one parameter.
+    equal parameter shapes, dtypes and `requires_grad`. So are, where they consist of modules themselves: others of that
+    class; children of one class in any shape, but for stages, which hold equal blocks that do; and beside such blocks
+    whatever is no stage, and not small. A block that shares a parameter, or a module that has some, with the rest of
+    the model stays with the root: two units cannot own one parameter.
     """
     return [unit.module for unit in units_found(model)]
 
@@ -53,7 +56,7 @@ def said_of_units(found: Sequence[FoundUnit]) -> list[str]:
 
 
 def _found(module: nn.Module, place: str, owners: dict[int, int], seen: set[int]) -> Iterator[FoundUnit]:
-    blocks = _blocks(module, owners) if isinstance(module, _CONTAINERS) else {}
+    blocks = _blocks(module) if isinstance(module, _CONTAINERS) else {}
     for name, child in module.named_children():
         if id(child) in seen:
             continue
@@ -64,7 +67,7 @@ def _found(module: nn.Module, place: str, owners: dict[int, int], seen: set[int]
             yield from _found(child, f"{place}.{name}" if place else name, owners, seen)
 
 
-def _blocks(container: nn.Module, owners: dict[int, int]) -> dict[int, str]:
+def _blocks(container: nn.Module) -> dict[int, str]:
     """Ids of children that are blocks, each with why it is one."""
     kinds: dict[object, list[nn.Module]] = defaultdict(list)
     for child in container.children():  # a child registered twice counts once
@@ -76,12 +79,27 @@ def _blocks(container: nn.Module, owners: dict[int, int]) -> dict[int, str]:
     others = [child for child in others if _is_composite(child)]
     classes = {type(child) for child in equal if _is_composite(child)}
     blocks.update({id(child): "of the class of equal blocks" for child in others if type(child) in classes})
-    others = [child for child in others if id(child) not in blocks and not any(_found(child, "", owners, set()))]
+    others = [child for child in others if id(child) not in blocks and not _is_stage(child)]
     counts = Counter(map(type, others))
-    if classes or max(counts.values(), default=0) > 1:
-        why = {True: "blocks of one class", False: "beside blocks"}
-        blocks.update({id(child): why[counts[type(child)] > 1] for child in others})
-    return blocks
+    blocks.update({id(child): "blocks of one class" for child in others if counts[type(child)] > 1})
+    found = [child for child in container.children() if id(child) in blocks and _is_composite(child)]
+    least = max(map(_numel, found), default=math.inf) / _SMALL
+    beside = (child for child in others if id(child) not in blocks and _numel(child) >= least)
+    return blocks | {id(child): "beside blocks" for child in beside}
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether a module holds equal blocks that consist of modules themselves."""
+    for container in module.modules():
+        if isinstance(container, _CONTAINERS):
+            kinds = Counter(_kind(child) for child in container.children() if _is_composite(child))
+            if any(count > 1 for kind, count in kinds.items() if kind is not None):
+                return True
+    return False
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _kind(module: nn.Module) -> object:

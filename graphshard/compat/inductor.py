@@ -14,13 +14,14 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.utils import dynamo_timed
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
@@ -154,6 +155,14 @@ def keep_what_forward_saves() -> None:
     """
     metadata: Any = TracingContext.get().fw_metadata
     metadata.bw_donated_idxs = []
+
+
+def argument_position(placeholder: Node) -> int | None:
+    """Position of what a placeholder stands for among the arguments of the graph that AOTAutograd has traced; None: it
+    stands for a part of one, as of a DTensor, or for what the graph holds itself.
+    """
+    described = placeholder.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 def generated_code(compiled: object) -> str | None:

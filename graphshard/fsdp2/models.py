@@ -115,7 +115,7 @@ class _Slot:
     key: int | str
     original: Callable[..., Any]
     replacement: Callable[..., Any]
-    gathers: Any = None  # FSDP2's state, of a pre-forward hook
+    gathers: Any = None  # FSDP2's state, of a pre-forward hook, and of a method with its hooks around it
 
 
 # Pre-forward and post-forward hook for a unit's mixed-precision policy, and whether activations enter the unit there.
@@ -164,7 +164,7 @@ class ForwardHooks:
         for slot in self._slots:
             slot.place[slot.key] = slot.replacement
 
-    def attach(self, gathered: Callable[[int], None] | None = None) -> None:
+    def attach(self, gathered: Callable[[int], None]) -> None:
         """Puts FSDP2's hooks back where they were.
 
         Args:
@@ -172,8 +172,8 @@ class ForwardHooks:
         """
         self._attached = True
         for slot in self._slots:
-            told = gathered is not None and slot.gathers is not None
-            slot.place[slot.key] = _telling(slot.original, slot.gathers, gathered) if told else slot.original
+            state = slot.gathers
+            slot.place[slot.key] = slot.original if state is None else _telling(slot.original, id(state), gathered)
 
     def find_methods(self) -> list[str]:
         """Takes over the methods that `register_fsdp_forward_method` has wrapped lately; returns their names."""
@@ -185,7 +185,8 @@ class ForwardHooks:
                     continue
                 hooks = self._unit_hooks(module._get_fsdp_state()._mp_policy, False)  # type: ignore[operator]
                 method = self._make_method(value.__wrapped__, *hooks)
-                slot = _Slot(vars(module), name, value, MethodType(method, module))
+                state = module._get_fsdp_state()  # type: ignore[operator]
+                slot = _Slot(vars(module), name, value, MethodType(method, module), state)
                 self._slots.append(slot)
                 found.append(name)
                 if not self._attached:
@@ -193,10 +194,10 @@ class ForwardHooks:
         return found
 
 
-def _telling(hook: Callable[..., Any], state: Any, gathered: Any) -> Callable[..., Any]:
+def _telling(function: Callable[..., Any], state_id: int, gathered: Callable[[int], None]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = hook(*args, **kwargs)
-        gathered(id(state))
+        result = function(*args, **kwargs)
+        gathered(state_id)
         return result
 
     return call

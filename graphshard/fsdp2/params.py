@@ -153,14 +153,19 @@ class ShardedParam:
             found, raw.unsharded_param.grad = raw.unsharded_grad_data, None
         return found
 
-    def give_unreduced(self, grad: Tensor) -> None:
-        """Lets FSDP2's own engine hold a gradient of full size, to which its backwards add. It must have gathered the
-        parameter once.
+    def give_unreduced(self, grad: Tensor) -> bool:
+        """Lets FSDP2's own engine hold a gradient of full size, to which its backwards add.
+
+        Returns:
+            Whether it does: it must have gathered the parameter once.
         """
+        if not hasattr(self._raw, "_unsharded_param"):
+            return False
         if (layout := self.layout) is not None:
             mesh, placements, shape, stride = layout
             grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
         self._raw.unsharded_accumulated_grad = grad
+        return True
 
     def unsupported(self) -> str | None:
         """What of this parameter is not compiled, or None."""

@@ -163,12 +163,12 @@ def _cut(
 
 
 def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
-    """None: something goes in or out that is neither a tensor nor a size."""
+    """None: something goes in or out that is neither a plain tensor nor a size."""
     inside, last = set(nodes), number[nodes[-1]]
     inputs = tuple(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     values = [value_of_captured(node) for node in (*inputs, *outputs)]
-    if not all(isinstance(value, (Tensor, *_SIZES)) for value in values):
+    if not all(isinstance(value, _SIZES) or (isinstance(value, Tensor) and not is_wrapper(value)) for value in values):
         return None
     again = (node for node in inputs if any(number[user] > last and _brings_gradient(user) for user in node.users))
     passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))

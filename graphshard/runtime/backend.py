@@ -109,7 +109,6 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             runtime,
             number,
             _shard_positions(runtime, inputs),
-            len(inputs),
             broken,
             _input_grads(runtime, inputs),
             bodies,

@@ -52,5 +52,5 @@ class Rest:
 
 def rest_of_contracts(runtime: ModelRuntime) -> Rest:
     """Runs its programs operator by operator, in a region of its own."""
-    own = region.Region(runtime, -1, {}, 0, False, 0, None, {})
+    own = region.Region(runtime, -1, {}, False, 0, None, {})
     return Rest(runtime, own.parts)

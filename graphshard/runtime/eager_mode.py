@@ -84,8 +84,7 @@ class EagerMode:
     def _leave_compiled(self) -> None:
         self._ran = True
         self._holdings.gathers.reshard_all()
-        held = {shard.unit.state_id for shard in self._holdings.shards if shard.held is not None}
-        self._hooks.attach(self._hand_held if held else None)
+        self._hooks.attach(self._hand_held)
         self.compiled = False
         if self._context.executed is not None:
             self._context.report.say_once("compare_every: what eager FSDP2 sends is not compared")
@@ -104,6 +103,16 @@ class EagerMode:
             if unit.state_id == state_id:
                 for shard in shards:
                     shard.hand_held()
+
+    def hand_held(self) -> None:
+        """A backward has ended. The next may be one of FSDP2's: from its first use on, it holds what is unreduced
+        between backwards, whoever computed it.
+        """
+        if self._ran:
+            for unit, shards in self._holdings.shards.by_unit():
+                if unit in self._holdings.shards.active:
+                    for shard in shards:
+                        shard.hand_held()
 
     def take_held(self) -> None:
         """Takes the unreduced gradients that FSDP2's own engine holds.

@@ -16,6 +16,7 @@ from graphshard.agree.consensus import consensus_of
 from graphshard.agree.executed import executed_of
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
+from graphshard.capture.parameters_in_forward import FORWARD
 from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import moved_tensors, seen_by
@@ -93,6 +94,7 @@ class Engine:
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
+        self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held
         if not self._eager.falls_back((unit.unsupported() for unit in self.units), options.strict):
             self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
             self._eager.take_hooks()
@@ -122,6 +124,7 @@ class Engine:
         if self.shards.refresh():
             self._programs.clear()
         self._eager.take_held()
+        self.backward.begin_forward()
         gathered = self._eager.reshard()  # around a method registered lately, or by a backward of an eager forward
         sizes = [len(vars(module)) for module in self._unit_modules]
         if gathered or sizes != self._sizes:  # a method may have been registered since the last call
@@ -173,6 +176,10 @@ class Engine:
                 result = self._entries.call(module, method, args, kwargs)
                 self._rest.finish_forward()
                 return result
+        except BaseException:
+            for unit_module in self._unit_modules:
+                unit_module.__dict__[FORWARD].runs = False
+            raise
         finally:
             self.holdings.forward.runs = False
             self._outside.clear()

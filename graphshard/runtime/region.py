@@ -41,7 +41,6 @@ class Region:
         runtime: of the model.
         number: of this region, for dumps and reports.
         positions: shards by their position among the graph's inputs.
-        num_inputs: number of these inputs.
         broken: whether a graph break ends the graph.
         input_grads: how many inputs besides shards need a gradient.
         bodies: compiles what programs compute; None: they run as they are.
@@ -53,7 +52,6 @@ class Region:
         runtime: ModelRuntime,
         number: int,
         positions: dict[int, Shard],
-        num_inputs: int,
         broken: bool,
         input_grads: int,
         bodies: Bodies | None,
@@ -66,7 +64,7 @@ class Region:
         self._split: SplitGraph | None = None
         self._traced: Sequence[Body] = ()
         self._planned: tuple[str, GraphModule] | None = None
-        self._lowering = RegionLowering(runtime, number, positions, num_inputs, bodies)
+        self._lowering = RegionLowering(runtime, number, positions, bodies)
         self._runner = ProgramRunner(self._lowering)
         self._selection = ProgramSelection(self._lowering, broken)
         self.parts = PartPrograms(self._runner, self._lowering)

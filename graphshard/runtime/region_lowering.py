@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
-from graphshard.compat.inductor import generated_code
+from graphshard.compat.inductor import argument_position, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.results import hide_results
 from graphshard.errors import ModelDeleted, UnsupportedModel, VerifyError
@@ -62,7 +62,6 @@ class RegionLowering:
         runtime: of the model; it is not kept alive.
         number: of the region.
         positions: shards by their position among the region's inputs; not kept alive either.
-        num_inputs: number of these inputs.
         bodies: compiles what programs compute; None: they run as they are.
 
     Attributes:
@@ -76,13 +75,11 @@ class RegionLowering:
         runtime: ModelRuntime,
         number: int,
         positions: dict[int, Shard],
-        num_inputs: int,
         bodies: Bodies | None,
     ) -> None:
         self._runtime = weakref.ref(runtime)
         self.number = number
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
-        self._num_inputs = num_inputs
         self._bodies = bodies
         self._names: dict[str, int] = {}  # placeholder of a shard -> its position among the region's inputs
         self.structure = ""
@@ -180,10 +177,8 @@ class RegionLowering:
         UnsupportedModel: a graph gathers what is no parameter of the region.
         """
         if graph.direction != "backward":
-            names = [node.name for node in graph.gm.graph.nodes if node.op == "placeholder"]
-            # Tensors that Dynamo kept as attributes come before the inputs.
-            attributes = len(names) - self._num_inputs
-            self._names = {name: position - attributes for position, name in enumerate(names)}
+            found = {node.name: argument_position(node) for node in graph.gm.graph.find_nodes(op="placeholder")}
+            self._names = {name: position for name, position in found.items() if position is not None}
         for name, _ in graph.slots:
             if self._names.get(name) not in self._positions:
                 raise UnsupportedModel(

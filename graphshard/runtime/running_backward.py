@@ -20,7 +20,9 @@ class RunningBackward:
 
     Attributes:
         deferred: halves of backwards, for a pipeline's schedule; None: backward does all of its work at once.
+        begin: is called when a backward has come to the model.
         finish: does what is left of a contract that it follows.
+        end: is called when it has ended.
     """
 
     def __init__(self, reductions: UnitReductions, calls: LiveCalls) -> None:
@@ -29,7 +31,9 @@ class RunningBackward:
         self._id = -1
         self._ending: frozenset[Unit] = frozenset()
         self.deferred: list[Callable[[], None]] | None = None
+        self.begin: Callable[[], None] = lambda: None
         self.finish: Callable[[], None] = lambda: None
+        self.end: Callable[[], None] = lambda: None
         self._once = False
         self._halves: deque[list[Callable[[], None]]] = deque()
 
@@ -41,6 +45,7 @@ class RunningBackward:
         """
         if (number := backward_id()) != self._id:
             self._id, self._ending = number, only
+            self.begin()
             call_at_end_of_backward(self._end)
         self._ending = self._ending | only if only and self._ending else frozenset()
 
@@ -49,6 +54,7 @@ class RunningBackward:
         self.finish()
         self._reductions.end_backward(self._ending)
         self._calls.end_backward()
+        self.end()
         if self._once and self.deferred is not None:
             self._halves.append(self.deferred)
             self._once, self.deferred = False, None
@@ -63,11 +69,15 @@ class RunningBackward:
         for run in self._halves.popleft() if self._halves else ():
             run()
 
+    def begin_forward(self) -> None:
+        """A forward begins: what was to be a backward for inputs has not come to the model."""
+        if self._once:
+            self._once, self.deferred = False, None
+
     def reset(self) -> None:
         """Forgets what a failed step left behind."""
         self._halves.clear()
-        if self._once:
-            self._once, self.deferred = False, None
+        self.begin_forward()
 
     def defer_weights(self) -> Callable[[], Callable[[], None]]:
         """From now on backward computes gradients of inputs only; what is returned yields the rest of it, so far."""

@@ -228,10 +228,9 @@ class Shard:
             self.param.deliver_grad(grad)
 
     def hand_held(self) -> None:
-        """Hands the unreduced gradient to FSDP2's own engine."""
-        if self.held is not None:
-            held, self.held = self.held, None
-            self.param.give_unreduced(held)
+        """Hands the unreduced gradient to FSDP2's own engine, as soon as that can hold it."""
+        if self.held is not None and self.param.give_unreduced(self.held):
+            self.held = None
 
     def take_held(self) -> bool:
         """Takes the unreduced gradient that FSDP2's own engine holds; returns whether there was one."""

@@ -123,7 +123,7 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         unusual = sorted(
             (binding.shards[slot].index, held)
             for slot, held in bits
-            if binding.shards[slot] in counts and held not in (0, REACHED)
+            if binding.shards[slot] in counts and held != (REACHED if backward else 0)
         )
         said.append(str(unusual) if unusual else "")
         if any(said):
