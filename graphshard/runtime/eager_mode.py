@@ -114,15 +114,17 @@ class EagerMode:
                     for shard in shards:
                         shard.hand_held()
 
-    def take_held(self) -> None:
-        """Takes the unreduced gradients that FSDP2's own engine holds.
-
-        Raises:
-            RuntimeError: it holds some that are reduced over shards, but not over their copies.
+    def check_partial(self) -> None:
+        """Raises:
+        RuntimeError: FSDP2's own engine holds gradients that are reduced over shards, but not over their copies.
         """
+        if self._ran:
+            _refuse_partial("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_partial])
+
+    def take_held(self) -> None:
+        """A backward begins: takes the unreduced gradients that FSDP2's own engine holds."""
         if not self._ran:
             return
-        _refuse_partial("eager FSDP2", [unit.name or "root" for unit in self._units if unit.holds_partial])
         for unit, shards in self._holdings.shards.by_unit():
             for shard in shards:
                 if shard.take_held():

@@ -123,7 +123,7 @@ class Engine:
         """Makes ready for a forward, or for gathering by hand."""
         if self.shards.refresh():
             self._programs.clear()
-        self._eager.take_held()
+        self._eager.check_partial()
         self.backward.begin_forward()
         gathered = self._eager.reshard()  # around a method registered lately, or by a backward of an eager forward
         sizes = [len(vars(module)) for module in self._unit_modules]
@@ -242,6 +242,7 @@ class Engine:
 
     def reduce_held(self) -> None:
         """Reduces what earlier backwards left unreduced, now."""
+        self._eager.take_held()
         self.holdings.reductions.end_backward()
 
     def wait_for_optimizer(self, event: Any) -> None:

@@ -61,6 +61,19 @@ def held_first(model: Any, x: Tensor, results: Any) -> None:
     (results[0] + results[1]).sum().backward()
 
 
+def other_outputs(model: Any, x: Tensor, results: Any) -> None:
+    results[0].mean().backward(retain_graph=True)
+    results[1].mean().backward(retain_graph=True)
+    (results[0] * results[1]).mean().backward()
+
+
+def weighed(model: Any, x: Tensor, results: Any) -> None:
+    first, second = (result.square().mean() for result in results)
+    (grad,) = torch.autograd.grad(first, x, retain_graph=True)
+    (again,) = torch.autograd.grad(first + second, x, retain_graph=True)
+    (first + again.norm() / (1 + grad.norm()) * second).backward()
+
+
 def of_two_calls(model: Any, x: Tensor, results: Any) -> None:
     others = model(x.flip(0))
     first, second = ((found[0] * found[1]).mean() for found in (results, others))
@@ -91,13 +104,23 @@ def train(run: TrainingRun, model: Any, backwards: Backwards) -> None:
         optimizer.zero_grad()
 
 
-CASES = [twice, one_by_one, inputs_first, held_first, two_calls]
+CASES = [twice, one_by_one, other_outputs, weighed, inputs_first, held_first, two_calls]
 
 
 @pytest.mark.parametrize("backwards", CASES, ids=lambda case: case.__name__)
 @training_test(tolerance=BITWISE)
 def test_several_backwards_of_a_forward(run: TrainingRun, backwards: Backwards) -> None:
     train(run, run.shard(Heads()), backwards)
+
+
+@training_test(tolerance=BITWISE)
+def test_steps_use_other_outputs(run: TrainingRun) -> None:
+    model = run.shard(Heads(), reshard_after_forward=True)
+    for step, number in enumerate((0, 1, 0, 1)):
+        loss = model(*models.features(step, run.rank))[number].square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
 
 
 @training_test(backends=["inductor"], tolerance=INDUCTOR)

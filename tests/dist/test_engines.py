@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import models
 import pytest
 import torch
 from test_calls import batch, mesh
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor.debug import CommDebugMode
 
 import graphshard
@@ -126,6 +127,82 @@ def test_engines_alternate_while_a_unit_is_not_called(run: TrainingRun) -> None:
     loss = model(*models.tokens(1, run.rank)).square().mean()
     loss.backward()
     run.observe(loss, model)
+
+
+def eager_in(run: TrainingRun, model: Any) -> Any:
+    return nullcontext() if run.is_reference else graphshard.eager(model)
+
+
+def backward_in_the_other(run: TrainingRun, model: Any, batch: Callable[[int], tuple[Tensor]]) -> Tensor:
+    loss: Tensor = model(*batch(0)).square().mean()
+    with eager_in(run, model):
+        loss.backward()
+        model.set_requires_gradient_sync(True)
+        loss = model(*batch(1)).square().mean()
+        loss.backward()
+    return loss
+
+
+def forwards_of_both(eager_first: bool, run: TrainingRun, model: Any, batch: Callable[[int], tuple[Tensor]]) -> Tensor:
+    losses = []
+    for number in range(2):
+        with eager_in(run, model) if eager_first == (number == 0) else nullcontext():
+            losses.append(model(*batch(number)).square().mean())
+    losses[0].backward()
+    model.set_requires_gradient_sync(True)
+    losses[1].backward()
+    return losses[1]
+
+
+def evaluation_between(run: TrainingRun, model: Any, batch: Callable[[int], tuple[Tensor]]) -> Tensor:
+    model(*batch(0)).square().mean().backward()
+    with eager_in(run, model):
+        loss: Tensor = model(*batch(1)).square().mean()
+    with torch.no_grad():
+        model(*batch(2))
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    return loss
+
+
+CHANGES = {
+    "backward in the other engine": backward_in_the_other,
+    "eager forward first": partial(forwards_of_both, True),
+    "compiled forward first": partial(forwards_of_both, False),
+    "evaluation between": evaluation_between,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@training_test()
+def test_engines_change_between_forward_and_backward(run: TrainingRun, change: str) -> None:
+    model: Any = run.shard(models.Decoder(layers=2))
+    for step in range(2):
+        model.set_requires_gradient_sync(False)
+        loss = CHANGES[change](run, model, lambda number: models.tokens(10 * step + number, run.rank))  # noqa: B023
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+class Encoding(nn.Sequential):
+    def encode(self, x: Tensor) -> Tensor:
+        found: Tensor = self[0](x)
+        return found * 2
+
+
+@training_test()
+def test_engines_alternate_around_a_registered_method(run: TrainingRun) -> None:
+    model: Any = run.shard(Encoding(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)), units=[])
+    register_fsdp_forward_method(model, "encode")
+    for step in range(2):
+        model.set_requires_gradient_sync(False)
+        model.encode(*models.features(2 * step, run.rank)).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        with eager_in(run, model):
+            loss = model.encode(*models.features(2 * step + 1, run.rank)).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
 
 
 def switch_while_partial() -> None:

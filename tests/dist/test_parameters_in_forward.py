@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from test_training import BITWISE
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from graphshard.testing import TrainingRun, training_test
 
@@ -147,3 +148,87 @@ def test_parameters_of_a_block_behind_graph_breaks(run: TrainingRun, ask: Any) -
 @training_test(tolerance=BITWISE, allow_eager=("first",))
 def test_parameters_of_blocks_that_are_regions(run: TrainingRun) -> None:
     train(run, run.shard(Stack(penalty), mp_policy=LOW, **({} if run.is_reference else {"regions": "unit"})))
+
+
+class Outer(nn.Module):
+    """Asks a block, from outside."""
+
+    def __init__(self, ask: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Asking(through) for _ in range(3))
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(self.ask(block, x).to(x.dtype))
+        return x
+
+
+def dtype_from_outside(block: nn.Module, x: Tensor) -> Tensor:
+    found = torch.sigmoid(x.float()).to(next(block.parameters()).dtype)
+    return found + found * found
+
+
+def shards_from_outside(block: nn.Module, x: Tensor) -> Tensor:
+    for param in block.parameters():
+        assert isinstance(param, DTensor)
+        x = x + param.full_tensor().square().mean()
+    return x
+
+
+def local_from_outside(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        norms = [param.to_local().norm() for param in next(block.children()).parameters()]
+    return x * torch.stack(norms).mean()
+
+
+OUTSIDERS = [dtype_from_outside, shards_from_outside, local_from_outside]
+
+
+@pytest.mark.parametrize("ask", OUTSIDERS, ids=lambda ask: ask.__name__)
+@training_test(tolerance=BITWISE, expect_collectives=None)
+def test_parameters_of_a_unit_that_is_asked_from_outside(run: TrainingRun, ask: Any) -> None:
+    train(run, run.shard(Outer(ask), **({"mp_policy": LOW} if ask is dtype_from_outside else {})))
+
+
+@training_test(tolerance=BITWISE)
+def test_hooks_behind_a_forward_see_shards(run: TrainingRun) -> None:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * (2 if next(module.parameters()).dtype == torch.bfloat16 else 1)
+
+    model: Any = run.shard(Outer(lambda block, x: x), mp_policy=LOW)
+    for block in model.blocks:
+        block.register_forward_hook(hook)
+    train(run, model)
+
+
+@training_test(tolerance=BITWISE)
+def test_slices_of_containers_have_parameters(run: TrainingRun) -> None:
+    model: Any = run.shard(Stack(penalty))
+    assert len(list(model.blocks[1:].parameters())) == 2 * len(list(model.blocks[0].parameters()))
+    for param in model.blocks[:1].parameters():
+        param.requires_grad_(False)
+    train(run, model)
+
+
+class AskingFirst(Outer):
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.blocks[1].parameters()).dtype
+        found: Tensor = super().forward(x.to(dtype) * (2 if dtype == torch.float32 else 1))
+        return found
+
+
+@training_test(tolerance=BITWISE)
+def test_a_forward_that_fails_leaves_no_trace(run: TrainingRun) -> None:
+    def fail(module: nn.Module, inputs: Any) -> None:
+        raise ArithmeticError("asked for")
+
+    model: Any = run.shard(AskingFirst(lambda block, x: x), mp_policy=LOW)
+    if not run.is_reference:  # eager FSDP2 needs reset_iter_state() after it
+        handle = model.blocks[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(*models.features(0, run.rank))
+        handle.remove()
+    train(run, model)

@@ -72,14 +72,19 @@ class Game:
         self.pending.append(self.losses(self.batch(), ExitStack))
 
     def forward_eager(self) -> None:
-        if self.unreduced or not self.syncs:  # its backward would leave gradients with FSDP2
-            return
         self.pending.append(self.losses(self.batch(), self.eager))
 
     def backward(self) -> None:
         if self.pending:
             for loss in self.pending.pop(self.choose.randrange(len(self.pending))):
                 loss.backward()
+            self.unreduced = not self.syncs
+            self.check()
+
+    def backward_kept(self) -> None:
+        if self.pending:
+            for loss in self.choose.choice(self.pending):
+                loss.backward(retain_graph=True)
             self.unreduced = not self.syncs
             self.check()
 
@@ -92,38 +97,29 @@ class Game:
             self.check()
 
     def backward_inside_eager(self) -> None:
-        if not self.unreduced and self.syncs:
-            with graphshard.eager(self.model):
-                self.backward()
+        with graphshard.eager(self.model):
+            self.backward()
 
     def train(self) -> None:
         self.forward()
         self.backward()
 
     def train_eager(self) -> None:
-        if self.unreduced:
-            return self.refused_eager()
         with graphshard.eager(self.model):
             loss, expected = self.losses(self.batch(), ExitStack)
-            if self.syncs:
-                loss.backward()
-                expected.backward()
-        return self.check()
-
-    def refused_eager(self) -> None:
-        with pytest.raises(RuntimeError, match="holds unreduced gradients"), graphshard.eager(self.model):
-            pass
+            loss.backward()
+            expected.backward()
+        self.unreduced = not self.syncs
+        self.check()
 
     def evaluate(self) -> None:
         with torch.no_grad():
             self.losses(self.batch(), ExitStack)
 
     def evaluate_eager(self) -> None:
-        if self.unreduced:
-            return self.refused_eager()
         with torch.no_grad():
             self.losses(self.batch(), self.choose.choice([self.eager, self.counting]))
-        return self.check()
+        self.check()
 
     def infer(self) -> None:
         with torch.inference_mode():
@@ -219,8 +215,8 @@ class Game:
 
 
 MOVES = (
-    "forward", "forward_eager", "backward", "backward_of_all", "backward_inside_eager", "train", "train",
-    "train_eager", "evaluate", "evaluate_eager", "evaluate_eager", "infer", "unshard", "reshard", "mode",
+    "forward", "forward_eager", "backward", "backward_kept", "backward_of_all", "backward_inside_eager", "train",
+    "train", "train_eager", "evaluate", "evaluate_eager", "evaluate_eager", "infer", "unshard", "reshard", "mode",
     "accumulate", "clip", "step", "step", "load", "freeze",
 )  # fmt: skip
 

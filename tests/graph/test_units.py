@@ -104,6 +104,18 @@ def test_blocks_of_other_classes_beside_blocks_are_units() -> None:
     ]
 
 
+def test_blocks_that_hold_unlike_ones_are_units() -> None:
+    def block(width: int) -> nn.Module:
+        return nn.Sequential(Block(width), Block(2 * width), nn.Linear(2 * width, width))
+
+    assert found(nn.Sequential(block(4), block(8), block(16))) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_what_is_small_beside_blocks_is_no_unit() -> None:
+    model = Model(nn.Sequential(OtherBlock(4), Block(64), Block(64), nn.Sequential(Block(16))))
+    assert names(model, find_units(model)) == ["blocks.1", "blocks.2", "blocks.3"]
+
+
 def test_a_model_of_one_unit_says_so() -> None:
     (line,) = reasons(Model(nn.ModuleList([Block()])))
     assert line.startswith("units: none") and line.endswith("`units` names others")

@@ -9,8 +9,8 @@ OF_RUNS = (
     Mutation(
         "what the other engine holds unreduced is not taken back",
         "graphshard/runtime/engine.py",
-        "        self._eager.take_held()\n",
-        "",
+        "self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held",
+        "self.backward.end = self._eager.hand_held",
         ("tests/dist/test_engines.py", "-k", "accumulation"),
     ),
     Mutation(
@@ -96,8 +96,8 @@ OF_RUNS = (
     Mutation(
         "the other engine does not get what is held unreduced",
         "graphshard/state/shards.py",
-        "            self.param.give_unreduced(held)",
-        "            pass",
+        "self.held is not None and self.param.give_unreduced(self.held)",
+        "self.held is not None and self.param is None",
         ("tests/dist/test_engines.py", "-k", "accumulation"),
     ),
     Mutation(
