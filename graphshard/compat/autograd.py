@@ -56,6 +56,18 @@ def half_of_backward() -> str | None:
     return codes.get(parameters.f_back.f_code)
 
 
+def a_stage_asks_for_inputs() -> bool:
+    """Whether a pipeline stage runs the half of a backward for its input, in whichever thread."""
+    halves: Any = sys.modules.get("torch.distributed.pipelining._backward")
+    frames = [] if halves is None else list(sys._current_frames().values())
+    for frame in frames:  # grows
+        if frame.f_code is halves.stage_backward_input.__code__:
+            return True
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+    return False
+
+
 def keeps_graph() -> bool:
     """Whether the running backward pass was asked to keep its graph (retain_graph or create_graph)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

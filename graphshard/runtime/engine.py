@@ -177,13 +177,19 @@ class Engine:
                 self._rest.finish_forward()
                 return result
         except BaseException:
-            for unit_module in self._unit_modules:
-                unit_module.__dict__[FORWARD].runs = False
+            self._forget_forward()
             raise
         finally:
             self.holdings.forward.runs = False
             self._outside.clear()
             self.holdings.end_forward()
+
+    def _forget_forward(self) -> None:
+        """A forward has failed: no backward will use what it has gathered."""
+        for unit_module in self._unit_modules:
+            unit_module.__dict__[FORWARD].runs = False
+        self.holdings.forward.touched.clear()
+        self.holdings.gathers.reshard_all()
 
     def _call_inside(
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]

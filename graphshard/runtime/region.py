@@ -12,8 +12,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graphshard.compat.autograd import a_stage_asks_for_inputs
 from graphshard.compat.dynamo import boxed
 from graphshard.compat.inductor import CompileState, copy_graph, keep_what_forward_saves, module_of
+from graphshard.errors import UnsupportedModel
 from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.block_calls import Body
@@ -153,6 +155,12 @@ class Region:
         asked = self.calls.backward()
         backward = self._lowering.runtime.backward
         backward.runs(asked.entry.partial)
+        if backward.deferred is None and asked.inputs_only and a_stage_asks_for_inputs():
+            raise UnsupportedModel(
+                f"{self._lowering.runtime.context.name}: a pipeline stage splits its backward, and its module only "
+                "contains the compiled model, which would never be asked for its other half: want that module compiled, "
+                "or `dw_builder=graphshard.weight_backward(model)`"
+            )
         # A pipeline's schedule reduces gradients later; any other backward does all of its work at once.
         if backward.deferred is None or any(unit.reduce_grads for unit in self._runner.bind(graph, args).units):
             return self._run_asked(graph, args, asked)

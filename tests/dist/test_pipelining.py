@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining._backward import stage_backward_input  # what schedules call
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -31,7 +32,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.testing import TrainingRun, training_test
+from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 MICROBATCHES = 4
 LAYERS_PER_STAGE = 2
@@ -241,3 +242,18 @@ def test_weights_wait_for_the_second_half_of_a_backward(run: TrainingRun) -> Non
         loss.backward()
         run.observe(loss, model)
         model.zero_grad()
+
+
+def stage_around_a_model() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = graphshard.compile(nn.Sequential(Layer(), Layer()), mesh, backend="aot_eager")
+    around = nn.Sequential(model)
+    x = torch.randn(1, models.DIM).requires_grad_()
+    with pytest.raises(RuntimeError) as raised:
+        stage_backward_input([around(x).sum()], None, [x], around.parameters())
+    assert isinstance(raised.value.__cause__, graphshard.UnsupportedModel)
+    assert "only contains the compiled model" in str(raised.value.__cause__)
+
+
+def test_stage_that_only_contains_a_compiled_model_is_refused(two_ranks: WorkerPool) -> None:
+    two_ranks.run(stage_around_a_model)
