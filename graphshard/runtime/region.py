@@ -158,7 +158,7 @@ class Region:
         if backward.deferred is None and asked.inputs_only and a_stage_asks_for_inputs():
             raise UnsupportedModel(
                 f"{self._lowering.runtime.context.name}: a pipeline stage splits its backward, and its module only "
-                "contains the compiled model, which would never be asked for its other half: want that module compiled, "
+                "contains the compiled model, which would not be asked for its other half: want that module compiled, "
                 "or `dw_builder=graphshard.weight_backward(model)`"
             )
         # A pipeline's schedule reduces gradients later; any other backward does all of its work at once.
