@@ -68,10 +68,13 @@ def mark_classes(
 
 def _modules_of(unit_module: nn.Module) -> list[nn.Module]:
     """A module that `fully_shard` was called on, and what is inside it, down to others."""
-    found = [unit_module]
-    for module in found:  # grows
-        found += [child for child in module.children() if not isinstance(child, FSDPModule)]
-    return found
+    found = {id(unit_module): unit_module}
+    left = [unit_module]
+    while left:
+        new = [child for child in left.pop().children() if id(child) not in found and not isinstance(child, FSDPModule)]
+        found.update({id(child): child for child in new})
+        left += new
+    return list(found.values())
 
 
 def hook_keys(modules: Iterable[nn.Module]) -> list[int]:
