@@ -164,7 +164,7 @@ class ForwardHooks:
         for slot in self._slots:
             slot.place[slot.key] = slot.replacement
 
-    def attach(self, gathered: Callable[[int], None]) -> None:
+    def attach(self, gathered: Callable[[int], None] | None = None) -> None:
         """Puts FSDP2's hooks back where they were.
 
         Args:
@@ -172,8 +172,10 @@ class ForwardHooks:
         """
         self._attached = True
         for slot in self._slots:
-            state = slot.gathers
-            slot.place[slot.key] = slot.original if state is None else _telling(slot.original, id(state), gathered)
+            told = slot.original
+            if gathered is not None and slot.gathers is not None:
+                told = _telling(slot.original, id(slot.gathers), gathered)
+            slot.place[slot.key] = told
 
     def find_methods(self) -> list[str]:
         """Takes over the methods that `register_fsdp_forward_method` has wrapped lately; returns their names."""

@@ -185,11 +185,14 @@ class Engine:
             self.holdings.end_forward()
 
     def _forget_forward(self) -> None:
-        """A forward has failed: no backward will use what it has gathered."""
+        """A forward has failed: no backward will use what it has gathered. But a checkpoint that recomputes one stops by
+        an error, too, when all is there that its backward needs.
+        """
         for unit_module in self._unit_modules:
             unit_module.__dict__[FORWARD].runs = False
-        self.holdings.forward.touched.clear()
-        self.holdings.gathers.reshard_all()
+        if not self.holdings.forward.in_backward:
+            self.holdings.forward.touched.clear()
+            self.holdings.gathers.reshard_all()
 
     def _call_inside(
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]

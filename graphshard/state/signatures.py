@@ -106,6 +106,7 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
     counted = {shard.unit for shard in counts}
     units = [unit for unit in ordered_units(binding) if unit in counted]
     ordinals = {unit.name: number for number, unit in enumerate(units)}
+    usual = (REACHED,) if backward else (0, REACHED)  # a backward that does not reach a parameter sends other things
     found = []
     for unit in units:
         state = state_of[unit]
@@ -123,7 +124,7 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         unusual = sorted(
             (binding.shards[slot].index, held)
             for slot, held in bits
-            if binding.shards[slot] in counts and held != (REACHED if backward else 0)
+            if binding.shards[slot] in counts and held not in usual
         )
         said.append(str(unusual) if unusual else "")
         if any(said):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 
+from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
 from graphshard.capture.unit_hooks import cast_floating, unit_hooks
 from tests.graph.graphs import BF16, F16, F32
 
@@ -130,6 +131,12 @@ def test_casts_let_gradients_through() -> None:
     assert value.grad.dtype == F32
 
 
+def of_unit(module: nn.Module) -> nn.Module:
+    """A module as `mark_classes` leaves it."""
+    module.__dict__[FORWARD] = UnitForward()
+    return module
+
+
 def hooks(enters: bool = True, **policy: Any) -> tuple[Any, Any]:
     return unit_hooks(MixedPrecisionPolicy(**policy), enters)
 
@@ -137,32 +144,35 @@ def hooks(enters: bool = True, **policy: Any) -> tuple[Any, Any]:
 def test_hooks_of_a_policy_that_casts_nothing_change_nothing() -> None:
     for policy in ({}, {"reduce_dtype": BF16}, {"param_dtype": BF16, "cast_forward_inputs": False}):
         pre, post = hooks(**policy)
-        assert pre(nn.Identity(), (1.0,), {}) == ((1.0,), {}) and post(nn.Identity(), (1.0,), 2.0) is None
+        assert (
+            pre(of_unit(nn.Identity()), (1.0,), {}) == ((1.0,), {})
+            and post(of_unit(nn.Identity()), (1.0,), 2.0) is None
+        )
 
 
 def test_what_needs_a_gradient_enters_by_an_alias() -> None:
     pre, _ = hooks()
     x, mask, kept = ones().requires_grad_(), ones(), [ones().requires_grad_()]
-    args, kwargs = pre(nn.Identity(), (x, (mask, x)), {"kept": kept, "y": x})
+    args, kwargs = pre(of_unit(nn.Identity()), (x, (mask, x)), {"kept": kept, "y": x})
     assert args[0] is not x and args[0].data_ptr() == x.data_ptr() and args[0].requires_grad
     assert args[1][0] is mask and args[1][1] is not x and list(kwargs) == ["kept", "y"] and kwargs["kept"] is kept
     args[0].mul(2.0).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 2.0))
     with torch.no_grad():
-        assert pre(nn.Identity(), (x,), {}) is None
-    assert hooks(enters=False)[0](nn.Identity(), (x,), {}) is None
+        assert pre(of_unit(nn.Identity()), (x,), {}) is None
+    assert hooks(enters=False)[0](of_unit(nn.Identity()), (x,), {}) is None
 
 
 def test_hooks_cast_inputs_to_param_dtype_and_outputs_to_output_dtype() -> None:
     pre, post = hooks(param_dtype=BF16, output_dtype=F16)
-    module = nn.Identity()
+    module = of_unit(nn.Identity())
     args, kwargs = pre(module, (ones(), 1), {"mask": torch.ones(2, dtype=torch.bool), "x": ones()})
     assert (args[0].dtype, args[1], kwargs["mask"].dtype, kwargs["x"].dtype) == (BF16, 1, torch.bool, BF16)
     assert post(module, (), {"out": ones()})["out"].dtype == F16
 
 
 def test_hooks_fit_modules() -> None:
-    linear = nn.Linear(2, 2, dtype=BF16)
+    linear = of_unit(nn.Linear(2, 2, dtype=BF16))
     pre, post = hooks(param_dtype=BF16, output_dtype=F32)
     linear.register_forward_pre_hook(pre, with_kwargs=True)
     linear.register_forward_hook(post)
@@ -171,5 +181,16 @@ def test_hooks_fit_modules() -> None:
 
 def test_hooks_of_two_policies_do_not_share() -> None:
     first, second = hooks(param_dtype=BF16)[0], hooks(param_dtype=F16)[0]
-    assert first(None, (ones(),), {})[0][0].dtype == BF16
-    assert second(None, (ones(),), {})[0][0].dtype == F16
+    module = of_unit(nn.Identity())
+    assert first(module, (ones(),), {})[0][0].dtype == BF16
+    assert second(module, (ones(),), {})[0][0].dtype == F16
+
+
+def test_hooks_say_whether_the_forward_of_their_unit_runs() -> None:
+    module = of_unit(nn.Identity())
+    pre, post = hooks()
+    seen = [module.__dict__[FORWARD].runs]
+    pre(module, (), {})
+    seen.append(module.__dict__[FORWARD].runs)
+    post(module, (), None)
+    assert [*seen, module.__dict__[FORWARD].runs] == [False, True, False]

@@ -7,10 +7,10 @@ from tests.mutations.mutation import Mutation
 OF_GRAPHS = (
     # -- capture
     Mutation(
-        "parameters() in forward gathers those of units inside",
+        "parameters() in forward gathers those of units whose forward does not run",
         "graphshard/capture/parameters_in_forward.py",
-        "gathered and not isinstance(child, FSDPModule)",
-        "gathered",
+        "gathered = FORWARD in held and held[FORWARD].runs",
+        "gathered = True",
         ("tests/dist/test_parameters_in_forward.py", "-k", "param_dtype"),
     ),
     Mutation(
