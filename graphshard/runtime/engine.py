@@ -185,8 +185,8 @@ class Engine:
             self.holdings.end_forward()
 
     def _forget_forward(self) -> None:
-        """A forward has failed: no backward will use what it has gathered. But a checkpoint that recomputes one stops by
-        an error, too, when all is there that its backward needs.
+        """A forward has failed: no backward will use what it has gathered. But a checkpoint that recomputes one stops
+        by an error, too, when all is there that its backward needs.
         """
         for unit_module in self._unit_modules:
             unit_module.__dict__[FORWARD].runs = False
