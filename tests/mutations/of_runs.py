@@ -94,6 +94,20 @@ OF_RUNS = (
     ),
     # -- state
     Mutation(
+        "branches that need other parameters again in backward are one call",
+        "graphshard/state/signatures.py",
+        '" again" if slot in again else ""',
+        '""',
+        ("tests/dist/test_branches.py", "-k", "all_ranks and fsdp2"),
+    ),
+    Mutation(
+        "backwards that reach other parameters are one",
+        "graphshard/state/signatures.py",
+        "usual = (REACHED,) if backward else (0, REACHED)",
+        "usual = (0, REACHED)",
+        ("tests/dist/test_backward_again.py", "-k", "other"),
+    ),
+    Mutation(
         "the other engine does not get what is held unreduced",
         "graphshard/state/shards.py",
         "self.held is not None and self.param.give_unreduced(self.held)",
