@@ -258,8 +258,11 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> list[str]:
     """Shards a plain model; returns which units were found, in words."""
     arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
-    said = said_of_units(units_found(model)) if sharding["units"] is None else []
-    modules = [*resolve_units(model, sharding["units"], sharding["ignored_params"] or set()), model]
+    if sharding["units"] is None:
+        found = units_found(model)
+        modules, said = [*(unit.module for unit in found), model], said_of_units(found)
+    else:
+        modules, said = [*resolve_units(model, sharding["units"], sharding["ignored_params"] or set()), model], []
     if strategy == "replicate":
         for name in ("reshard_after_forward", "shard_placement_fn"):
             if name in arguments:

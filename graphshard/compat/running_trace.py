@@ -49,7 +49,8 @@ def ambient_modes() -> tuple[Hashable, ...]:
 
 class Changes:
     """What the code that Dynamo has traced so far changes of objects that were there before, of tensors and of globals.
-    Equal as long as nothing else is; to nothing, once it cannot be told.
+    Equal as long as nothing else is; to nothing, once it cannot be told. Objects whose class has `is_put_back` do not
+    count.
 
     Attributes:
         tensors: ids of the fake values of tensors that such objects hold now.

@@ -185,9 +185,8 @@ class ForwardHooks:
                 function = getattr(value, "__func__", None)
                 if getattr(function, "__code__", None) is not _WRAPPED_METHOD:
                     continue
-                hooks = self._unit_hooks(module._get_fsdp_state()._mp_policy, False)  # type: ignore[operator]
-                method = self._make_method(value.__wrapped__, *hooks)
                 state = module._get_fsdp_state()  # type: ignore[operator]
+                method = self._make_method(value.__wrapped__, *self._unit_hooks(state._mp_policy, False))
                 slot = _Slot(vars(module), name, value, MethodType(method, module), state)
                 self._slots.append(slot)
                 found.append(name)

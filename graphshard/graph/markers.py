@@ -225,8 +225,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 def _refuse_double_backward(ctx: Any, grad: Tensor) -> Any:
     raise NotImplementedError(
         "graphshard::reduce_grad: a gradient of a gradient was asked for (create_graph=True); reductions are "
-        "differentiated once. "
-        "Use `with graphshard.eager(model):` for this call."
+        "differentiated once, as FSDP2's are"
     )
 
 

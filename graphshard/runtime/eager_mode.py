@@ -84,7 +84,7 @@ class EagerMode:
     def _leave_compiled(self) -> None:
         self._ran = True
         self._holdings.gathers.reshard_all()
-        self._hooks.attach(self._hand_held)
+        self._hooks.attach(self.hand_held)
         self.compiled = False
         if self._context.executed is not None:
             self._context.report.say_once("compare_every: what eager FSDP2 sends is not compared")
@@ -97,22 +97,14 @@ class EagerMode:
             unit.reshard()
         return bool(gathered)
 
-    def _hand_held(self, state_id: int) -> None:
-        """FSDP2 has gathered the units of a state: it can hold gradients of theirs."""
-        for unit, shards in self._holdings.shards.by_unit():
-            if unit.state_id == state_id:
+    def hand_held(self, state_id: int | None = None) -> None:
+        """A backward has ended, or FSDP2 has gathered the units of a state. The next may be one of FSDP2's backwards:
+        from its first use on, it holds what is unreduced between backwards, whoever computed it.
+        """
+        for unit, shards in self._holdings.shards.by_unit() if self._ran else ():
+            if state_id in (None, unit.state_id):
                 for shard in shards:
                     shard.hand_held()
-
-    def hand_held(self) -> None:
-        """A backward has ended. The next may be one of FSDP2's: from its first use on, it holds what is unreduced
-        between backwards, whoever computed it.
-        """
-        if self._ran:
-            for unit, shards in self._holdings.shards.by_unit():
-                if unit in self._holdings.shards.active:
-                    for shard in shards:
-                        shard.hand_held()
 
     def check_partial(self) -> None:
         """Raises:

@@ -20,15 +20,15 @@ import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 
+def eager_in(run: TrainingRun, model: Any) -> Any:
+    return nullcontext(model) if run.is_reference else graphshard.eager(model)
+
+
 @training_test(allow_eager=("TorchDispatchMode",))
 def test_call_under_a_dispatch_mode_between_compiled_calls(run: TrainingRun) -> None:
     model = run.shard(models.Decoder(layers=2))
     for index in range(3):
-        if index == 1:
-            with CommDebugMode():
-                loss = model(*models.tokens(index, run.rank)).square().mean()
-                loss.backward()
-        else:
+        with CommDebugMode() if index == 1 else nullcontext():
             loss = model(*models.tokens(index, run.rank)).square().mean()
             loss.backward()
         run.observe(loss, model)
@@ -82,12 +82,8 @@ def test_engines_alternate(run: TrainingRun) -> None:
     model = run.shard(models.Decoder(layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(5):
-        if index % 2 and not run.is_reference:
-            with graphshard.eager(model) as same:
-                assert same is model
-                loss = model(*models.tokens(index, run.rank)).square().mean()
-                loss.backward()
-        else:
+        with eager_in(run, model) if index % 2 else nullcontext(model) as same:
+            assert same is model
             loss = model(*models.tokens(index, run.rank)).square().mean()
             loss.backward()
         run.observe(loss, model)
@@ -127,10 +123,6 @@ def test_engines_alternate_while_a_unit_is_not_called(run: TrainingRun) -> None:
     loss = model(*models.tokens(1, run.rank)).square().mean()
     loss.backward()
     run.observe(loss, model)
-
-
-def eager_in(run: TrainingRun, model: Any) -> Any:
-    return nullcontext() if run.is_reference else graphshard.eager(model)
 
 
 def backward_in_the_other(run: TrainingRun, model: Any, batch: Callable[[int], tuple[Tensor]]) -> Tensor:

@@ -257,3 +257,23 @@ def stage_around_a_model() -> None:
 
 def test_stage_that_only_contains_a_compiled_model_is_refused(two_ranks: WorkerPool) -> None:
     two_ranks.run(stage_around_a_model)
+
+
+def halves_that_are_not_run() -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model: Any = graphshard.compile(nn.Sequential(Layer(), Layer()), mesh, backend="aot_eager")
+    x = torch.randn(1, models.DIM)
+    model(x).sum().backward()
+    want = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    model.zero_grad()
+    stage_backward_input([model(x).sum()], None, [x], model.parameters())  # no input needs a gradient: no backward
+    model(x).sum().backward()
+    for parameter, grad in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=0, atol=0)
+    apart = graphshard.compile(nn.Sequential(Layer()), mesh, backend="eager")
+    with pytest.raises(graphshard.UnsupportedModel, match="splits its backward; got backend='eager'"):
+        stage_backward_input([apart(x).sum()], None, [x], apart.parameters())
+
+
+def test_half_of_a_backward_that_does_not_run_puts_nothing_off(two_ranks: WorkerPool) -> None:
+    two_ranks.run(halves_that_are_not_run)

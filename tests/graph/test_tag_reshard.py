@@ -60,3 +60,15 @@ def test_tag_reshard_has_saved_what_would_gather_a_parameter_for_backward_alone(
         traced = trace(layer, weights, [torch.zeros(rows, 6, requires_grad=True)], driver.run_joint_passes)
         gathered.append(len(traced.backward.calls(UNSHARD)))
     assert gathered == [1, 1]
+
+
+def test_tag_reshard_saves_no_cast_of_what_is_gathered() -> None:
+    def cast(read, x):  # type: ignore[no-untyped-def]
+        return x @ read(0).to(torch.bfloat16)
+
+    x = torch.zeros(4, 6, dtype=torch.bfloat16, requires_grad=True)
+    traced = trace(cast, [Weight("w", (6, 6))], [x], driver.run_joint_passes)
+    assert len(traced.backward.calls(UNSHARD)) == 1
+    saved = output_args(traced.forward.graph)[traced.num_results :]
+    bases = [node.all_input_nodes[0] if node.target is aten.t.default else node for node in saved]
+    assert all(node.op == "placeholder" for node in bases)
