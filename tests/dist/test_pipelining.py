@@ -267,9 +267,11 @@ def halves_that_are_not_run() -> None:
     want = [parameter.grad.full_tensor() for parameter in model.parameters()]
     model.zero_grad()
     stage_backward_input([model(x).sum()], None, [x], model.parameters())  # no input needs a gradient: no backward
-    model(x).sum().backward()
+    for sync in (False, True):  # what reduces is never put off
+        model.set_requires_gradient_sync(sync)
+        model(x).sum().backward()
     for parameter, grad in zip(model.parameters(), want, strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=0, atol=0)
+        torch.testing.assert_close(parameter.grad.full_tensor(), 2 * grad, rtol=0, atol=0)
     apart = graphshard.compile(nn.Sequential(Layer()), mesh, backend="eager")
     with pytest.raises(graphshard.UnsupportedModel, match="splits its backward; got backend='eager'"):
         stage_backward_input([apart(x).sum()], None, [x], apart.parameters())
