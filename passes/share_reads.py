@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphshard.compat.dynamo import sets_grad_mode
+from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.ir import PassContext, is_call
 from graphshard.graph.markers import UNSHARD
 
@@ -50,6 +51,8 @@ def decide(graph: Graph, ctx: PassContext) -> ReadsEdit:
             switched_off = None if enabled else switched_off or node
         elif is_call(node, UNSHARD):
             groups.setdefault(repr(node.args), []).append((node, switched_off))
+        elif is_call(node, EXTENDED):  # by its shard: another unshard, that is shared, is an argument of each
+            groups.setdefault(f"extended {node.args[0]}", []).append((node, switched_off))
     reads = []
     for (first, off), *others in groups.values():
         if others:

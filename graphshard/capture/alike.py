@@ -188,7 +188,10 @@ class _Walk:
                 self._see(hook)
         for name in own:
             if name.startswith(SHARD_PREFIX):
-                self._see_tensor(Place(table, name), *table[name][1:])
+                _, spec, more = table[name]
+                self._see_tensor(Place(table, name), spec, more and more[0])
+                if more and more[1]:  # what a tensor subclass does with another block is not known here
+                    self.found.append(_Same(table[name][0]))
             else:
                 self._see_attribute(name, table[name])
         for tensors in (parameters, buffers):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.capture.parameters_in_forward import named_parameters
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only
+from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.markers import UNSHARD
 from graphshard.graph.twin_calls import ASK, END, TWIN
 
@@ -31,9 +32,7 @@ SHARD_PREFIX = "_graphshard_shard_"
 
 
 def shard_key(name: str) -> str:
-    """Of what an instance holds for a parameter: the arguments of graphshard::unshard, and its tensor-parallel layout,
-    if it has one.
-    """
+    """Of what an instance holds for a parameter (see `Shard.marker_args`)."""
     return SHARD_PREFIX + name
 
 
@@ -154,12 +153,23 @@ def _parameter_property(name: str) -> property:
         if is_compiling():
             if not _own_trace:
                 return self._parameters[name]
-            leaf, spec, layout = self.__dict__[key]
-            return UNSHARD(leaf, spec) if layout is None else as_tensor_parallel(UNSHARD(leaf, spec), *layout)
+            leaf, spec, more = self.__dict__[key]
+            return UNSHARD(leaf, spec) if more is None else _as_seen(leaf, spec, *more)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
 
     return property(inline_only(read))
+
+
+@inline_only
+def _as_seen(leaf: Tensor, spec: str, layout: Any, extension: Any) -> Tensor:
+    """A gathered parameter as modules see it (see `Shard.marker_args`)."""
+    if extension is None:
+        full = UNSHARD(leaf, spec)
+    else:
+        wire, gather_spec, kind, tensors = extension
+        full = EXTENDED(leaf, spec, UNSHARD(leaf, gather_spec, wire), kind, *tensors)
+    return full if layout is None else as_tensor_parallel(full, *layout)
 
 
 @inline_only

@@ -167,8 +167,8 @@ def extended(
 ) -> MarkedGraph:
     """A graph that gathers and reduces parameters of other graphs besides.
 
-    Its further arguments are the leaves of `gathers` and `reductions`, each once, then the gradients of `reductions`,
-    full size in the reduce dtype. Its further results are gathered parameters, of `handed`, then of `gathers`, then the
+    Its further arguments are the leaves of `gathers` and `reductions`, each once, what tensor subclasses send of
+    `gathers` in their places, then the gradients of `reductions`, full size in the reduce dtype. Its further results are gathered parameters, of `handed`, then of `gathers`, then the
     reduced shards of `reductions`.
 
     Args:
@@ -197,6 +197,10 @@ def extended(
         shard.fqn: placeholder(f"others_shard_{i}", shard.leaf.shape, shard.leaf.dtype, shard.leaf.device)
         for i, shard in enumerate(_once(gathers, reductions))
     }
+    wires = {
+        shard.fqn: placeholder(f"others_wire_{i}", shard.source.shape, shard.source.dtype, shard.source.device)
+        for i, shard in enumerate(_extended(gathers))
+    }
     grads = [
         placeholder(f"others_grad_{i}", shard.param.size, shard.param.reduce_dtype, shard.unit.device)
         for i, shard in enumerate(reductions)
@@ -211,7 +215,9 @@ def extended(
 
     own = {shard_placeholder(node).name: node for node in reversed(unshards(new))}
     results += [own[name] for name in handed]
-    results += [marker(UNSHARD, leaves[shard.fqn], str(shard.spec())) for shard in gathers]
+    for shard in gathers:
+        wire = [wires[shard.fqn]] if shard.extension is not None else []
+        results.append(marker(UNSHARD, leaves[shard.fqn], str(shard.gather_spec()), *wire))
     results += [
         marker(REDUCE_GRAD, grad, leaves[shard.fqn], str(shard.spec()))
         for grad, shard in zip(grads, reductions, strict=True)
@@ -228,6 +234,7 @@ def extended(
 def extra_args(gathers: Sequence[Shard], reductions: Sequence[Shard]) -> list[torch.Tensor]:
     """The further arguments of such a graph; what the shards held is theirs no more."""
     found = [shard.leaf.detach() for shard in _once(gathers, reductions)]
+    found += [shard.source for shard in _extended(gathers)]
     for shard in reductions:
         if shard.pending is not None:  # of a later call
             shard.hold(shard.pending, shared=True)
@@ -243,6 +250,10 @@ def extra_args(gathers: Sequence[Shard], reductions: Sequence[Shard]) -> list[to
 
 def _once(*several: Sequence[Shard]) -> list[Shard]:
     return list(dict.fromkeys(shard for shards in several for shard in shards))
+
+
+def _extended(gathers: Sequence[Shard]) -> list[Shard]:
+    return [shard for shard in gathers if shard.extension is not None]
 
 
 def empty_graph(direction: Direction) -> GraphModule:

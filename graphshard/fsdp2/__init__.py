@@ -5,6 +5,7 @@ written in four ways only: gathered parameters are registered, reduced gradients
 reshard called, its hooks and registered methods taken off and put back in their places. Imports nothing of graphshard.
 """
 
+from graphshard.fsdp2.extensions import AllGatherExtension, whole_parameter
 from graphshard.fsdp2.models import (
     ForwardHooks,
     annotation_mesh,
@@ -19,6 +20,7 @@ from graphshard.fsdp2.params import ShardedParam
 from graphshard.fsdp2.units import Unit
 
 __all__ = [
+    "AllGatherExtension",
     "ForwardHooks",
     "ShardedParam",
     "Unit",
@@ -29,4 +31,5 @@ __all__ = [
     "replicate",
     "sharded_units",
     "unit_modules",
+    "whole_parameter",
 ]

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from graphshard.fsdp2.extensions import AllGatherExtension
+
 
 class InUnit(Protocol):
     """What a parameter asks of its unit."""
@@ -101,6 +103,14 @@ class ShardedParam:
             spec = raw._unsharded_dtensor_spec if hasattr(raw, "_unsharded_dtensor_spec") else raw._tp_spec
         return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
 
+    @property
+    def _has_extension(self) -> bool:
+        return hasattr(self._raw._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def extension(self, world_size: int) -> AllGatherExtension | None:
+        """What a tensor subclass has gathered in the parameter's place, over `world_size` shards; None: nothing."""
+        return AllGatherExtension(self._raw, world_size) if self._has_extension else None
+
     def is_registered(self, parameter: object) -> bool:
         """Whether `parameter` is FSDP2's: sharded, or gathered by its own engine."""
         return parameter is self._raw.sharded_param or parameter is getattr(self._raw, "_unsharded_param", 0)
@@ -170,8 +180,8 @@ class ShardedParam:
     def unsupported(self) -> str | None:
         """What of this parameter is not compiled, or None."""
         raw = self._raw
-        if hasattr(raw._sharded_local_tensor, "fsdp_pre_all_gather"):
-            return "all-gather extensions of a tensor subclass"
+        if self._has_extension and self._unit.post_forward_mesh is not None:
+            return "all-gather extensions of a tensor subclass, with reshard_after_forward as an int,"
         if 0 in self.size:
             return "parameters without elements"
         return None

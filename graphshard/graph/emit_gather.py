@@ -20,7 +20,18 @@ import torch
 from torch.fx import Node
 
 from graphshard.graph.builder import Builder
-from graphshard.graph.ir import ALL_GATHER, COALESCED_ALL_GATHER, WAIT, Collective, Member, aten, may_view, spec_of, val
+from graphshard.graph.ir import (
+    ALL_GATHER,
+    COALESCED_ALL_GATHER,
+    WAIT,
+    Collective,
+    Member,
+    aten,
+    gathered_source,
+    may_view,
+    spec_of,
+    val,
+)
 from graphshard.graph.markers import ShardSpec, padded_shape
 from graphshard.graph.user_comms import CUSTOM_ALL_GATHER
 
@@ -48,7 +59,7 @@ def emit_gather(
     specs = [spec_of(marker) for marker in markers]
     world_size, group = specs[0].world_size, specs[0].group
     build.meta["role"] = "copy_in"
-    shards = [_local(build, marker.args[0], spec) for marker, spec in zip(markers, specs, strict=True)]
+    shards = [_local(build, gathered_source(marker), spec) for marker, spec in zip(markers, specs, strict=True)]
     if world_size == 1:
         return [_alone(build, *triple) for triple in zip(markers, shards, specs, strict=True)]
     dtypes = [val(shard).dtype for shard in shards]
@@ -120,7 +131,7 @@ def _whole(build: Builder, part: Node, spec: ShardSpec) -> Node:
 
 def _alone(build: Builder, marker: Node, shard: Node, spec: ShardSpec) -> Node:
     full = build.reshape(shard, spec.size)
-    if shard is marker.args[0] and _escapes(marker):
+    if shard is gathered_source(marker) and _escapes(marker):
         # A marker promises a fresh tensor: a result of the graph must not share memory with the parameter.
         full = build.call(aten.clone.default, full)
     return full

@@ -252,7 +252,7 @@ def is_tangent(node: Node) -> bool:
 
 def spec_of(marker: Node) -> ShardSpec:
     """The spec of a marker."""
-    text = marker.args[-1]
+    text = marker.args[1 if is_call(marker, UNSHARD) else 2]
     assert isinstance(text, str), marker
     return ShardSpec.parse(text)
 
@@ -265,6 +265,13 @@ def shard_placeholder(marker: Node) -> Node:
     if not isinstance(node, Node) or node.op != "placeholder":
         raise AssertionError(f"{marker}: its shard comes from {node}, want a placeholder of the graph")
     return node
+
+
+def gathered_source(marker: Node) -> Node:
+    """What an unshard gathers: its shard, or what a tensor subclass sends in its place."""
+    found = marker.args[2] if len(marker.args) > 2 else marker.args[0]
+    assert isinstance(found, Node), marker
+    return found
 
 
 def bucket_key(node: Node, ctx: PassContext) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from graphshard.compat.groups import resolve_process_group
 
 _LIBRARY: Any = torch.library.Library("graphshard", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("unshard(Tensor shard, str spec) -> Tensor")
+_LIBRARY.define("unshard(Tensor shard, str spec, Tensor? wire=None) -> Tensor")
 _LIBRARY.define("reduce_grad(Tensor grad, Tensor shard, str spec) -> Tensor")
 
 
@@ -156,9 +156,12 @@ def padded_shape(size: Sequence[int], world_size: int, dim: int = 0) -> tuple[in
     return (*size[:dim], math.ceil(size[dim] / world_size) * world_size, *size[dim + 1 :])
 
 
-def _unshard(shard: Tensor, spec: str) -> Tensor:
-    """`shard`: flat padded `[N]`, any dtype; returns a fresh contiguous tensor of the spec's size and dtype."""
+def _unshard(shard: Tensor, spec: str, wire: Tensor | None = None) -> Tensor:
+    """`shard`: flat padded `[N]`, any dtype; returns a fresh contiguous tensor of the spec's size and dtype. `wire`: is
+    gathered in its place, and then `shard` says only whose it is.
+    """
     to = ShardSpec.parse(spec)
+    shard = shard if wire is None else wire
     local = shard.to(to.device or shard.device, to.dtype)
     if to.world_size == 1:
         return local.view(to.size).clone() if local is shard else local.view(to.size)
@@ -204,9 +207,9 @@ UNSHARD = torch.ops.graphshard.unshard.default
 REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default
 
 
-def _unshard_fake(shard: Tensor, spec: str) -> Tensor:
+def _unshard_fake(shard: Tensor, spec: str, wire: Tensor | None = None) -> Tensor:
     to = ShardSpec.parse(spec)
-    return shard.new_empty(to.size, dtype=to.dtype, device=to.device or shard.device)
+    return shard.new_empty(to.size, dtype=to.dtype, device=to.device or (shard if wire is None else wire).device)
 
 
 def _reduce_grad_fake(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
@@ -214,12 +217,12 @@ def _reduce_grad_fake(grad: Tensor, shard: Tensor, spec: str) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, ctx.spec = inputs
+    shard, ctx.spec, _ = inputs
     ctx.save_for_backward(shard)
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return REDUCE_GRAD(grad, ctx.saved_tensors[0], ctx.spec), None
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return REDUCE_GRAD(grad, ctx.saved_tensors[0], ctx.spec), None, None
 
 
 def _refuse_double_backward(ctx: Any, grad: Tensor) -> Any:

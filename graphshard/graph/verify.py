@@ -32,6 +32,7 @@ from graphshard.graph.ir import (
     bucket_key,
     collective,
     fake,
+    gathered_source,
     is_call,
     launches,
     may_view,
@@ -194,7 +195,7 @@ def traffic(graph: Graph, ctx: PassContext) -> Traffic:
     for node in unshards(graph):
         param, spec = ctx.params[shard_placeholder(node).name], spec_of(node)
         if spec.world_size > 1:
-            found.setdefault((param.fqn, "all_gather"), Counter())[param.shard_numel, spec.dtype] += 1
+            found.setdefault((param.fqn, "all_gather"), Counter())[val(gathered_source(node)).numel(), spec.dtype] += 1
     for node in reductions(graph):
         param, spec = ctx.params[shard_placeholder(node).name], spec_of(node)
         for kind in reduction_kinds(node, ctx):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from graphshard.cost import CollectiveKind, CostModel, GroupShape
-from graphshard.graph.ir import PassContext, is_call, val
+from graphshard.graph.ir import PassContext, gathered_source, is_call, val
 from graphshard.graph.markers import UNSHARD
 from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask
 from graphshard.planning.communication_costs import CommunicationCosts
@@ -83,7 +83,7 @@ def extract_problem(
 
 def _cast_us(gather: Node, cost: CostModel) -> float:
     """What is left of a gather that moves nothing."""
-    return cost.copy_us(val(gather).nbytes * 2, 1) if val(gather).dtype != val(gather.args[0]).dtype else 0.0
+    return cost.copy_us(val(gather).nbytes * 2, 1) if val(gather).dtype != val(gathered_source(gather)).dtype else 0.0
 
 
 def _begins(gathers: Sequence[GatherTask], own: Sequence[OwnCollective]) -> set[int]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from graphshard.graph.ir import PassContext, spec_of, val
+from graphshard.graph.ir import PassContext, gathered_source, spec_of, val
 from graphshard.graph.markers import padded_shape
 from graphshard.kernels import can_copy
 from graphshard.planner import GatherTask
@@ -30,8 +30,7 @@ def gather_tasks(
         dtypes.setdefault(markers.key[node], set()).add(spec_of(node).dtype)
 
     def task(name: str, node: Node) -> GatherTask:
-        spec, source = spec_of(node), node.args[0]
-        assert isinstance(source, Node)
+        spec, source = spec_of(node), gathered_source(node)
         full_bytes = math.prod(spec.size) * spec.dtype.itemsize
         wire_bytes = math.prod(padded_shape(spec.size, spec.world_size, spec.dim)) * spec.dtype.itemsize
         shard_bytes = wire_bytes // spec.world_size

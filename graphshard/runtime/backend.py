@@ -27,7 +27,8 @@ from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.errors import ModelDeleted
 from graphshard.graph.block_calls import Body
-from graphshard.graph.ir import unshards
+from graphshard.graph.extensions import EXTENDED
+from graphshard.graph.ir import is_call, unshards
 from graphshard.graph.saved_values import save_before_writes
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -141,6 +142,10 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
     return graphshard
 
 
+def _already_extended(leaf: Tensor, spec: str, full: Tensor, *described: object) -> Tensor:
+    return full
+
+
 def _shard_positions(runtime: ModelRuntime, inputs: Sequence[Any]) -> dict[int, Shard]:
     leaves = {id(shard.leaf): shard for shard in runtime.holdings.shards}
     return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
@@ -161,7 +166,7 @@ def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable
     forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
     backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
 
-    def gather(leaf: Tensor, spec: str) -> Tensor:
+    def gather(leaf: Tensor, spec: str, wire: Tensor | None = None) -> Tensor:
         runtime = runtime_of()
         if runtime is None:
             raise ModelDeleted("a gather")
@@ -171,6 +176,9 @@ def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable
         if isinstance(graph_module, GraphModule) and (markers := unshards(graph_module.graph)):
             for marker in markers:
                 marker.target = gather
+                for user in marker.users:
+                    if is_call(user, EXTENDED):  # what is read is as modules see it
+                        user.target = _already_extended
             graph_module.recompile()
             if forward not in runtime.context.report.programs:
                 runtime.context.report.programs += [forward, backward]

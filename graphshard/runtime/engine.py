@@ -130,6 +130,7 @@ class Engine:
         if gathered or sizes != self._sizes:  # a method may have been registered since the last call
             self._sizes = sizes
             self._eager.take_methods(gathered)
+        self.shards.refresh_extensions(self.holdings.gathers.is_under_way)
         self._entries.refresh()
 
     # -- calls
@@ -218,9 +219,9 @@ class Engine:
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
-        leaf, _, layout = module.__dict__[marked_classes.shard_key(name)]
+        leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         full = self._outside.read(self.shards.at(leaf))
-        return full if layout is None else marked_classes.as_tensor_parallel(full, *layout)
+        return full if more is None or more[0] is None else marked_classes.as_tensor_parallel(full, *more[0])
 
     # -- FSDP2's methods (see `marked_classes`)
 

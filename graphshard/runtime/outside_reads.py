@@ -97,7 +97,7 @@ class OutsideReads:
         full = shard.full
         if full is None:
             full = self._programs.launch_gather([shard], record).wait()[0]
-        return full.data  # the same memory, but no view: a forward may write into it
+        return shard.as_seen(full).data  # the same memory, but no view: a forward may write into it
 
     def run_backward(self, shard: Shard, grad: Tensor, call: Call | None, record: ProgramRecord | None) -> None:
         """Does with a gradient what the flags say now. `call`: the read, where others are followed in it."""

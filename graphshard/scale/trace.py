@@ -154,6 +154,8 @@ class _Recorder(Engine):
         if (reason := next(filter(None, (unit.unsupported() for unit in self.units)), None)) is not None:
             raise ValueError(f"model: {reason}, which is not compiled")
         self._prepare()
+        if extended := [shard.fqn for shard in self.shards if shard.extension is not None]:
+            raise ValueError(f"model: {extended[0]} has all-gather extensions, whose communication is not known here")
         if not list(self.shards):
             raise ValueError("model: got no parameter to shard")
         partitioner = _RecordingPartitioner(self.context)

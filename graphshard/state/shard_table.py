@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
-from graphshard.fsdp2 import Unit
+from graphshard.fsdp2 import AllGatherExtension, Unit
 from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
 from graphshard.state.shards import ParameterWatch, Shard
@@ -32,6 +32,7 @@ class ShardTable:
         self.units = units
         self.active: set[Unit] = set()
         self._shards: list[Shard] = []
+        self._extended: list[tuple[Shard, AllGatherExtension]] = []
         self._of_unit: dict[Unit, list[Shard]] = {}
         self._at: dict[int, Shard] = {}
         self._bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
@@ -47,6 +48,7 @@ class ShardTable:
             fsdp2.lazy_init(self._model)
             found = {unit: self._shards_of(unit) for unit in self.units if unit.params}
             self._of_unit, self._shards = found, [shard for own in found.values() for shard in own]
+            self._extended = [(shard, own) for shard in self._shards if (own := shard.extension) is not None]
         elif self._watch.changed():
             for shard in self._shards:
                 shard.renew()
@@ -55,7 +57,8 @@ class ShardTable:
         self._watch = ParameterWatch(self._shards)
         self._bindings.clear()  # addresses mean nothing any more
         self._at = self._addresses()
-        self._show_leaves()
+        for shard in self._shards:
+            self._show(shard)
         return True
 
     def check_registered(self) -> None:
@@ -75,11 +78,19 @@ class ShardTable:
     def _addresses(self) -> dict[int, Shard]:
         return {shard.leaf.data_ptr(): shard for shard in self._shards}
 
-    def _show_leaves(self) -> None:
-        """Puts the leaves where properties of marked modules find them."""
-        for shard in self._shards:
-            for module, name in shard.param.owners:
-                module.__dict__[marked_classes.shard_key(name)] = shard.marker_args()
+    def refresh_extensions(self, is_under_way: Callable[[Unit], bool]) -> None:
+        """Asks tensor subclasses what to send of what is not gathered yet, nor under way. All ranks come here together:
+        they may communicate for it.
+        """
+        for shard, extension in self._extended:
+            gathered = shard.full is not None and not shard.is_outdated()
+            if not gathered and not is_under_way(shard.unit) and extension.refresh():
+                self._show(shard)
+
+    def _show(self, shard: Shard) -> None:
+        """Puts a leaf where properties of marked modules find it."""
+        for module, name in shard.param.owners:
+            module.__dict__[marked_classes.shard_key(name)] = shard.marker_args()
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)

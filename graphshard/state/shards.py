@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphshard.compat.tensors import keep_static, version
-from graphshard.fsdp2 import ShardedParam, Unit
+from graphshard.fsdp2 import ShardedParam, Unit, whole_parameter
 from graphshard.graph.ir import ParamRef
 from graphshard.graph.markers import ShardSpec
 from graphshard.reporting.report import Report
@@ -28,7 +29,8 @@ class Shard:
 
     Attributes:
         leaf: flat padded shard `[N]`, a leaf of autograd.
-        full: the gathered parameter, while it stays gathered between programs; or None.
+        extension: what a tensor subclass has gathered in the parameter's place; or None.
+        full: the gathered parameter, or what is gathered in its place, while it stays between programs; or None.
         post_forward: its shard over a smaller group, between forward and backward; or None.
         held: accumulated gradient that is not reduced yet, full size, in the unit's reduce dtype; or None.
         pending: the sum of gradients of calls that the running backward reached, while it will reach another call;
@@ -51,12 +53,17 @@ class Shard:
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         self._source = param.flat_shard
+        self.extension = param.extension(unit.world_size)
         self.leaf = self._make_leaf()
 
     def _make_leaf(self) -> Tensor:
         self._source, self._whole = self.param.flat_shard, None
         trainable = self.param.parameter.requires_grad
-        leaf = self._source.detach().requires_grad_(trainable)
+        if self.extension is None:
+            leaf = self._source.detach().requires_grad_(trainable)
+        else:  # nothing reads its values
+            one = torch.empty(1, dtype=self._source.dtype, device=self._source.device)
+            leaf = one.expand(self._source.numel()).requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
             leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
@@ -81,15 +88,34 @@ class Shard:
         self.leaf = self._make_leaf()
 
     def marker_args(self) -> tuple[Any, ...]:
-        """Arguments of `graphshard::unshard` for this parameter, and its tensor-parallel layout, if it has one."""
+        """Arguments of `graphshard::unshard` for this parameter, and what else makes of it what modules see: a
+        tensor-parallel layout, an extension; None: nothing.
+        """
         layout: tuple[Any, ...] | None = None
         if self.param.layout is not None:
             mesh, placements, size, stride = self.param.layout
             layout = (mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride)))
-        return self.leaf, str(self.spec()), layout
+        extension: tuple[Any, ...] | None = None
+        if (own := self.extension) is not None:
+            extension = (own.wire, str(self.gather_spec()), own.kind, own.tensors)
+        more = None if layout is extension is None else (layout, extension)
+        return self.leaf, str(self.spec()), more
+
+    @property
+    def source(self) -> Tensor:
+        """What is gathered: the leaf, or what a tensor subclass sends in its place."""
+        return self.leaf.detach() if self.extension is None else self.extension.wire
+
+    def gather_spec(self) -> ShardSpec:
+        """How what is gathered is sharded."""
+        if self.extension is None:
+            return self.spec()
+        wire, unit = self.extension.wire, self.unit
+        size = (wire.numel() * unit.world_size,)
+        return ShardSpec(size, wire.dtype, wire.dtype, 0, unit.world_size, unit.group_name)
 
     def spec(self) -> ShardSpec:
-        """How this parameter is sharded."""
+        """How this parameter is sharded, and its gradient reduced."""
         param, unit = self.param, self.unit
         return ShardSpec(
             param.size,
@@ -139,12 +165,18 @@ class Shard:
     def is_whole(self) -> bool:
         """Whether the shard is the gathered parameter: no other shards, no cast, no other device."""
         param = self.param
-        return self.unit.world_size == 1 and param.param_dtype == self.leaf.dtype and not param.offloaded_from
+        casts = param.param_dtype != self.leaf.dtype or bool(param.offloaded_from) or self.extension is not None
+        return self.unit.world_size == 1 and not casts
+
+    def as_seen(self, full: Tensor) -> Tensor:
+        """What modules see of a gathered value, but for tensor parallelism."""
+        own = self.extension
+        return full if own is None else whole_parameter(own.kind, full, own.tensors)
 
     def stay(self, full: Tensor) -> None:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
         self.keep(full)
-        self._register(self.param.as_registered(full))
+        self._register(self.param.as_registered(self.as_seen(full)))
 
     def keep(self, full: Tensor) -> None:
         """Keeps a gathered value for the next program, unregistered: it is for that program alone."""

@@ -133,7 +133,7 @@ class UnitPrograms:
         unit = shards[0].unit
         program = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
         (record or program.record).runs += 1
-        crossing = self._launch(program, [shard.leaf.detach() for shard in shards], shards)
+        crossing = self._launch(program, [shard.source for shard in shards], shards)
         return UnitGather(shards, crossing, partial(self._finish, program))
 
     @torch.no_grad()
@@ -177,7 +177,9 @@ class UnitPrograms:
         key = (kind, tuple(map(id, shards)), state)
         if (found := self._programs.get(key)) is None:
             state = replace(state, settings=state.settings.without_prefetch())
-            alike = tuple((shard.spec(), replace(shard.ref(), fqn="", unit="")) for shard in shards)
+            alike = tuple(
+                (shard.spec(), shard.gather_spec(), replace(shard.ref(), fqn="", unit="")) for shard in shards
+            )
             common = (kind, alike, shards[0].unit.device, state)
             if (found := self._shared.get(common)) is None:
                 with compiling(self._name, f"the {kind} of unit {shards[0].unit.name or 'root'}"):
@@ -230,11 +232,12 @@ def _marked(kind: str, shards: Sequence[Shard], names: Sequence[str]) -> GraphMo
                 grads[-1].meta["val"] = torch.empty(spec.size, dtype=spec.reduce_dtype, device=shard.unit.device)
     leaves = [graph.placeholder(name) for name in names]
     for leaf, shard in zip(leaves, shards, strict=True):
+        like = shard.leaf if kind == "reduce" else shard.source
         with mode:
-            leaf.meta["val"] = torch.empty(shard.leaf.shape, dtype=shard.leaf.dtype, device=shard.leaf.device)
+            leaf.meta["val"] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     results = []
     for i, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
-        text = str(shard.spec())
+        text = str(shard.spec() if kind == "reduce" else shard.gather_spec())
         if kind == "reduce":
             node = graph.call_function(REDUCE_GRAD, (grads[i], leaf, text))
             args: tuple[Any, ...] = (grads[i].meta["val"], leaf.meta["val"], text)
