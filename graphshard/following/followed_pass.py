@@ -168,8 +168,8 @@ def extended(
     """A graph that gathers and reduces parameters of other graphs besides.
 
     Its further arguments are the leaves of `gathers` and `reductions`, each once, what tensor subclasses send of
-    `gathers` in their places, then the gradients of `reductions`, full size in the reduce dtype. Its further results are gathered parameters, of `handed`, then of `gathers`, then the
-    reduced shards of `reductions`.
+    `gathers` in their places, then the gradients of `reductions`, full size in the reduce dtype. Its further results
+    are gathered parameters, of `handed`, then of `gathers`, then the reduced shards of `reductions`.
 
     Args:
         graph: with markers.

@@ -37,7 +37,7 @@ class _Kind:
     """What parameters have in common of which one trace can make another.
 
     Attributes:
-        described: type and context of the sharded tensor, and all of the metadata that is no tensor: what must be equal.
+        described: what must be equal: type and context of the sharded tensor, all of the metadata that is no tensor.
         holders: FSDP2's parameters of this kind that live. Any of them can be asked.
     """
 
@@ -106,9 +106,10 @@ class AllGatherExtension:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Asks the sharded tensor what to send, now; returns whether `wire`, `tensors` or `kind` are others than before.
+        """Asks the sharded tensor what to send, now; returns whether `wire`, `tensors` or `kind` are others than they
+        were.
 
-        The tensor may send something for that itself, as an amax: all ranks have to call this together.
+        The tensor may communicate for that itself, about an amax: all ranks have to call this together.
         """
         raw = self._raw
         inputs: list[Tensor] = raw.all_gather_inputs  # flat; calls fsdp_pre_all_gather

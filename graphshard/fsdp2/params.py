@@ -179,7 +179,6 @@ class ShardedParam:
 
     def unsupported(self) -> str | None:
         """What of this parameter is not compiled, or None."""
-        raw = self._raw
         if self._has_extension and self._unit.post_forward_mesh is not None:
             return "all-gather extensions of a tensor subclass, with reshard_after_forward as an int,"
         if 0 in self.size:

@@ -38,7 +38,8 @@ def _extended(shard: Tensor, spec: str, gathered: Tensor, kind: str, *tensors: T
         shard: flat padded `[N]`, in the parameter's dtype.
         spec: of its reduction.
         gathered: `[W * n]`, uint8, what all ranks have sent.
-        kind, tensors: of the `AllGatherExtension`.
+        kind: of the `AllGatherExtension`.
+        *tensors: likewise.
     """
     full: Tensor = _Extended.apply(shard, spec, gathered, kind, *tensors)  # type: ignore[no-untyped-call]
     return full

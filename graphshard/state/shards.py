@@ -97,6 +97,8 @@ class Shard:
             layout = (mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride)))
         extension: tuple[Any, ...] | None = None
         if (own := self.extension) is not None:
+            for tensor in (own.wire, *own.tensors):
+                keep_static(tensor)
             extension = (own.wire, str(self.gather_spec()), own.kind, own.tensors)
         more = None if layout is extension is None else (layout, extension)
         return self.leaf, str(self.spec()), more
