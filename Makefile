@@ -8,6 +8,8 @@ PYTEST_FLAGS ?=
 TEST_PROCESSES ?= 2
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 DEMO_FLAGS ?=
+N ?= 100
+SEED ?= 0
 MATRIX ?= 2.11.0 2.15.0
 # The Triton that a torch was released with.
 TRITON_2.11.0 := triton==3.6.0
@@ -22,13 +24,14 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo check test mutants gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo check test mutants fuzz gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
 	@echo 'make check   lint, types, and the tests that need no other rank'
 	@echo 'make test    run the tests'
 	@echo 'make mutants deliberate breaks, each of which a test has to notice'
+	@echo 'make fuzz    $(N) random training jobs from SEED=$(SEED), compared with eager FSDP2 bit for bit'
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
@@ -47,6 +50,9 @@ test: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED)
 
 # gpu-test and bench-gpu, not in .venv: a CUDA build of torch is there already, or there is nothing to run.
 gpu-test:

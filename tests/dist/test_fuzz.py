@@ -1,0 +1,26 @@
+"""Random jobs (see `tests/fuzz`): `make fuzz` plays more of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tests.fuzz.__main__ import Failed, play_round
+from tests.fuzz.cases import Case, Layer
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_jobs_have_the_bits_of_eager_fsdp2(seed: int) -> None:
+    refused = Counter[str]()
+    try:
+        play_round(12, seed, "aot_eager", refused)
+    except Failed as error:
+        pytest.fail(f"python -m tests.fuzz --case '{error.case}'\n{error}")
+    assert sum(refused.values()) < 6, refused
+
+
+def test_a_case_is_read_back_from_what_is_printed() -> None:
+    inner = Layer("mlp", breaks="one")
+    case = Case((Layer("nested", inner=(inner, inner)), Layer("lstm", dropout=0.2)), tied=True, moves=("train", "load"))
+    assert Case.parse(str(case)) == case
+    assert str(Case((Layer("mlp"),))) == '{"layers": [{"kind": "mlp"}]}'

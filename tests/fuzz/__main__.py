@@ -1,0 +1,122 @@
+"""Random jobs, compared with eager FSDP2 bit for bit: `python -m tests.fuzz [--cases N] [--seed S] [--case JSON]`.
+
+Jobs come in rounds. One that fails ends its round: Hypothesis makes it as small as it goes, and it is printed as a line
+that `--case` runs again. Exit status 1 if any has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+
+import hypothesis
+
+from graphshard.testing import shutdown_pools
+from graphshard.testing.failures import RankFailed
+from tests.fuzz.cases import Case, cases
+from tests.fuzz.play import test_of
+
+ROUND = 25
+
+
+class Failed(Exception):
+    """A case that failed, and how."""
+
+    def __init__(self, case: Case, failure: str) -> None:
+        super().__init__(failure)
+        self.case = case
+
+
+def failure_of(case: Case, backend: str) -> str | None:
+    """What went wrong, in words; None: nothing."""
+    try:
+        test_of(case)(backend=backend, text=str(case))
+    except RankFailed as error:
+        return str(error)
+    return None
+
+
+def kind_of(failure: str) -> str:
+    """The exception: the same for failures of one cause, most often."""
+    found = re.search(r"raised: ([\w.]*\.)?(\w+: .*)", failure)
+    line = found.group(2) if found else failure.splitlines()[0]
+    return re.sub(r"'[^']*'|%\w+|[0-9]+", "_", line)[:100]
+
+
+def play_round(count: int, seed: int, backend: str, refused: Counter[str]) -> int:
+    """Plays up to `count` cases, and returns how many it has.
+
+    Args:
+        count: how many.
+        seed: of the round.
+        backend: of `graphshard.compile`.
+        refused: counts what eager FSDP2 itself refuses.
+
+    Raises:
+        Failed: a case of the round, as small as it goes.
+    """
+    played, looked_for = 0, ""
+
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.seed(seed)
+    @hypothesis.given(case=cases())
+    def check(case: Case) -> None:
+        nonlocal played, looked_for
+        played += not looked_for
+        failure = failure_of(case, backend)
+        if failure is None:
+            return
+        kind = kind_of(failure)
+        if kind.startswith("EagerRefuses"):
+            refused[kind] += 1
+        elif not looked_for or kind == looked_for:  # not another failure, found on the way to a smaller case
+            looked_for = kind
+            raise Failed(case, failure)
+
+    check()
+    return played
+
+
+def main() -> int:
+    """Plays cases and says what came out."""
+    parser = argparse.ArgumentParser(prog="tests.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=ROUND, help=f"how many; {ROUND}")
+    parser.add_argument("--seed", type=int, default=0, help="0")
+    parser.add_argument("--case", help="one case, as it was printed")
+    parser.add_argument("--backend", default="aot_eager", help="aot_eager")
+    options = parser.parse_args()
+    if options.case:
+        failure = failure_of(Case.parse(options.case), options.backend)
+        print(failure or "equal")
+        return int(failure is not None)
+    refused, failures, start = Counter[str](), 0, time.monotonic()
+    for number, first in enumerate(range(0, options.cases, ROUND)):
+        count = min(ROUND, options.cases - first)
+        try:
+            play_round(count, options.seed * 1000 + number, options.backend, refused)
+        except Failed as error:
+            failures += 1
+            print(f"round {number}: {kind_of(str(error))}\n  --case '{error.case}'", flush=True)
+    rounds = -(-options.cases // ROUND)
+    print(f"{rounds - failures} of {rounds} rounds equal, {time.monotonic() - start:.0f} s")
+    for kind, times in refused.items():
+        print(f"  refused by eager FSDP2 {times} times: {kind}")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    shutdown_pools()
+    sys.exit(status)

@@ -1,0 +1,189 @@
+"""Random training jobs, as data: a model, how it is sharded and compiled, and what is done with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+T = TypeVar("T")
+
+# Of layers (see `layers.py`), and how often they are drawn.
+KINDS = {
+    "mlp": 5, "attention": 3, "conv": 1, "norm": 2, "low_rank": 1, "embedding": 1, "lstm": 1, "batch_norm": 1,
+    "buffer": 1, "cross": 2, "experts": 1, "list": 1, "scaled": 1,
+}  # fmt: skip
+# Of what is done, each by a method of `play._Job`.
+MOVES = {"train": 10, "evaluate": 3, "eager": 1, "unshard": 1, "freeze": 1, "mode": 1, "load": 1, "other_rows": 2}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        kind: of `KINDS`, or ``"nested"``.
+        hidden: a size inside it.
+        checkpointed: whether it is computed again in backward.
+        breaks: whether a graph break is inside: ``""``, ``"all"`` ranks or only rank ``"one"``.
+        frozen: ``""``, ``"all"`` parameters or ``"some"``.
+        returns: ``"tensor"``, ``"tuple"`` with an auxiliary loss, ``"dict"``.
+        dropout: of its output.
+        again: whether the layer before is called once more in its place.
+        inner: of a nested one.
+    """
+
+    kind: str
+    hidden: int = 8
+    checkpointed: bool = False
+    breaks: str = ""
+    frozen: str = ""
+    returns: str = "tensor"
+    dropout: float = 0.0
+    again: bool = False
+    inner: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job.
+
+    Attributes:
+        layers: of the model, between an embedding and a head.
+        dim: width.
+        tied: whether the head's weight is the embedding's.
+        unused: whether the model has a parameter that forward never reads.
+        mesh: ``"shard"``, ``"hybrid"`` (on four ranks), ``"replicate"``.
+        policy: ``"f32"``, ``"bf16"``, ``"bf16_reduce_f32"``.
+        units: ``"auto"``: those that graphshard finds; ``"layers"``, ``"some"`` layers, ``"inner"`` ones of nested
+            layers, too; ``"pairs"``: lists of two layers; ``"root"``: one unit.
+        reshard: after forward.
+        regions, plan, budget_mib: arguments of `graphshard.compile`; no budget: 0.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        microbatches: of each step.
+        sync: ``"last"``, or ``"every"`` microbatch reduces.
+        moves: see `MOVES`.
+        seed: of parameters and data.
+    """
+
+    layers: tuple[Layer, ...]
+    dim: int = 16
+    tied: bool = False
+    unused: bool = False
+    mesh: str = "shard"
+    policy: str = "f32"
+    units: str = "auto"
+    reshard: bool | None = None
+    regions: str = "model"
+    plan: str = "auto"
+    budget_mib: int = 0
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    sync: str = "last"
+    moves: tuple[str, ...] = ("train",)
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return json.dumps(_told(self))
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        """The inverse of `str`."""
+        found = json.loads(text)
+        return Case(**{**found, "layers": _layers(found["layers"]), "moves": tuple(found.get("moves", ("train",)))})
+
+
+def _told(value: Case | Layer) -> dict[str, Any]:
+    """All that is not its default."""
+    found = {}
+    for each in fields(value):
+        own = getattr(value, each.name)
+        if each.name in ("layers", "inner"):
+            own = [_told(layer) for layer in own]
+        if own not in (each.default, []):
+            found[each.name] = own
+    return found
+
+
+def _layers(found: list[dict[str, Any]]) -> tuple[Layer, ...]:
+    return tuple(Layer(**{**layer, "inner": _layers(list(layer.get("inner", ())))}) for layer in found)
+
+
+def _walk(layers: tuple[Layer, ...]) -> Iterator[Layer]:
+    for layer in layers:
+        yield layer
+        yield from _walk(layer.inner)
+
+
+def _often(weights: Mapping[T, int]) -> st.SearchStrategy[T]:
+    """One of them as often as it weighs; the first is the simplest."""
+    return st.sampled_from([value for value, weight in weights.items() for _ in range(weight)])
+
+
+def _layer(inner: st.SearchStrategy[tuple[Layer, ...]] | None = None) -> st.SearchStrategy[Layer]:
+    return st.builds(
+        Layer,
+        kind=_often(KINDS) if inner is None else st.just("nested"),
+        hidden=st.sampled_from([8, 3, 7, 16]),
+        checkpointed=_often({False: 6, True: 1}),
+        breaks=_often({"": 18, "all": 2, "one": 1}),
+        frozen=_often({"": 8, "some": 1, "all": 1}),
+        returns=_often({"tensor": 6, "tuple": 1, "dict": 1}),
+        dropout=_often({0.0: 3, 0.2: 1}),
+        again=_often({False: 9, True: 1}),
+        inner=st.just(()) if inner is None else inner,
+    )
+
+
+_LAYERS = st.one_of(_layer(), _layer(), _layer(), _layer(st.lists(_layer(), min_size=1, max_size=3).map(tuple)))
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """All jobs that eager FSDP2 and a compiled model must do with the same bits."""
+    unlike = st.lists(_LAYERS, min_size=1, max_size=4)
+    alike = st.tuples(_LAYERS, st.integers(2, 4)).map(lambda found: [found[0]] * found[1])  # as most models are
+    moves = st.lists(_often(MOVES), max_size=4).map(lambda found: ("train", *found, "train"))
+    return st.builds(
+        Case,
+        layers=st.one_of(unlike, alike).map(tuple),
+        dim=st.sampled_from([16, 8, 24]),
+        tied=_often({False: 4, True: 1}),
+        unused=_often({False: 9, True: 1}),
+        mesh=_often({"shard": 8, "hybrid": 1, "replicate": 1}),
+        policy=_often({"f32": 3, "bf16": 1, "bf16_reduce_f32": 2}),
+        units=_often({"auto": 4, "layers": 3, "some": 2, "inner": 2, "pairs": 1, "root": 1}),
+        reshard=st.sampled_from([None, True, False]),
+        regions=_often({"model": 4, "unit": 1}),
+        plan=_often({"auto": 3, "fsdp2": 1}),
+        budget_mib=_often({0: 9, 1: 1}),
+        optimizer=st.sampled_from(["sgd", "adamw"]),
+        microbatches=_often({1: 3, 2: 1, 3: 1}),
+        sync=st.sampled_from(["last", "every"]),
+        moves=moves,
+        seed=st.integers(0, 1000),
+    ).map(_sensible)
+
+
+def _sensible(case: Case) -> Case:
+    """Without what README's limits leave out: jobs whose bits may differ, or that are refused by name."""
+    layers = tuple(_sensible_layer(layer, case, number) for number, layer in enumerate(case.layers))
+    breaks = any(layer.breaks for layer in _walk(layers))
+    # A sum over regions behind a break, of a parameter that both read.
+    tied = case.tied and not breaks and case.regions == "model"
+    return replace(case, layers=layers, tied=tied, budget_mib=case.budget_mib if case.regions == "model" else 0)
+
+
+def _sensible_layer(layer: Layer, case: Case, number: int) -> Layer:
+    changed = replace(layer, inner=tuple(_sensible_layer(inner, case, 1) for inner in layer.inner))
+    if case.policy != "f32":  # dropout in bf16
+        changed = replace(changed, dropout=0.0)
+    if changed.kind == "lstm":  # reads its parameters outside any graph
+        changed = replace(changed, checkpointed=False)
+    if changed.breaks or case.regions == "unit" or number == 0:
+        changed = replace(changed, again=False)
+    if changed.checkpointed and changed.breaks == "one":  # a checkpoint recomputed around a break on one rank
+        changed = replace(changed, breaks="all")
+    return changed
