@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from tests.fuzz.__main__ import Failed, play_round
 from tests.fuzz.cases import Case, Layer
 

@@ -187,3 +187,30 @@ def _sensible_layer(layer: Layer, case: Case, number: int) -> Layer:
     if changed.checkpointed and changed.breaks == "one":  # a checkpoint recomputed around a break on one rank
         changed = replace(changed, breaks="all")
     return changed
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases with less in them, those with much less first: of jobs that take seconds Hypothesis tries too many."""
+    for count in (len(case.layers) // 2, len(case.layers) - 1):
+        for start in range(len(case.layers) - count + 1) if 0 < count < len(case.layers) else ():
+            yield replace(case, layers=case.layers[start : start + count])
+    for i in range(len(case.moves) if len(case.moves) > 1 else 0):
+        yield replace(case, moves=case.moves[:i] + case.moves[i + 1 :])
+    for each in fields(case):
+        if each.name not in ("layers", "moves") and getattr(case, each.name) != each.default:
+            yield replace(case, **{each.name: each.default})
+    for i, layer in enumerate(case.layers):
+        for less in _smaller_layer(layer):
+            yield replace(case, layers=(*case.layers[:i], less, *case.layers[i + 1 :]))
+
+
+def _smaller_layer(layer: Layer) -> Iterator[Layer]:
+    yield from layer.inner
+    for i, inner in enumerate(layer.inner):
+        for less in _smaller_layer(inner):
+            yield replace(layer, inner=(*layer.inner[:i], less, *layer.inner[i + 1 :]))
+    for each in fields(layer):
+        if each.name not in ("kind", "inner") and getattr(layer, each.name) != each.default:
+            yield replace(layer, **{each.name: each.default})
+    if layer.kind != "mlp":
+        yield replace(layer, kind="mlp", inner=())
