@@ -172,6 +172,4 @@ class ShardedParam:
         raw = self._raw
         if hasattr(raw._sharded_local_tensor, "fsdp_pre_all_gather"):
             return "all-gather extensions of a tensor subclass"
-        if 0 in self.size:
-            return "parameters without elements"
         return None

@@ -56,7 +56,9 @@ class Shard:
     def _make_leaf(self) -> Tensor:
         self._source, self._whole = self.param.flat_shard, None
         trainable = self.param.parameter.requires_grad
-        leaf = self._source.detach().requires_grad_(trainable)
+        # Without elements there is no address to be found by: such a leaf has one element's memory of its own.
+        source = self._source if self._source.numel() else self._source.new_empty(1)[:0]
+        leaf = source.detach().requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
             leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
