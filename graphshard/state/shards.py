@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphshard.capture.spmd_parameters import key_of
 from graphshard.compat.tensors import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit
 from graphshard.graph.ir import ParamRef
@@ -50,6 +51,7 @@ class Shard:
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
+        self._layout = param.layout
         self._source = param.flat_shard
         self.leaf = self._make_leaf()
 
@@ -84,11 +86,10 @@ class Shard:
 
     def marker_args(self) -> tuple[Any, ...]:
         """Arguments of `graphshard::unshard` for this parameter, and its tensor-parallel layout, if it has one."""
-        layout: tuple[Any, ...] | None = None
-        if self.param.layout is not None:
-            mesh, placements, size, stride = self.param.layout
-            layout = (mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride)))
-        return self.leaf, str(self.spec()), layout
+        if (layout := self._layout) is None:
+            return self.leaf, str(self.spec()), None
+        size, stride = ("x".join(map(str, numbers)) for numbers in (layout.shape, layout.stride))
+        return self.leaf, str(self.spec()), (layout.mesh, layout.placements, size, stride, key_of(layout))
 
     def spec(self) -> ShardSpec:
         """How this parameter is sharded."""
@@ -229,8 +230,17 @@ class Shard:
         if self.is_trainable:
             self.param.deliver_grad(grad)
 
+    @property
+    def cannot_hand_held(self) -> bool:
+        """Whether an unreduced gradient is held that FSDP2's own engine could not add to: its placements over the
+        data-parallel axes are known in a trace alone.
+        """
+        return self.held is not None and self.param.on_whole_mesh
+
     def hand_held(self) -> None:
         """Hands the unreduced gradient to FSDP2's own engine, as soon as that can hold it."""
+        if self.cannot_hand_held:
+            return
         if self.held is not None and self.param.give_unreduced(self.held):
             self.held = None
 

@@ -41,6 +41,13 @@ OF_GRAPHS = (
         "                pass\n",
         ("tests/graph/test_units.py",),
     ),
+    Mutation(
+        "gradients are summed over the data-parallel axes of a whole mesh before they are reduced",
+        "graphshard/capture/spmd_parameters.py",
+        "came if dim in layout.data_dims else own",
+        "own",
+        ("tests/dist/test_whole_mesh.py", "-k", "one_axis"),
+    ),
     # -- lowering
     Mutation(
         "a twin has what code has met elsewhere",
