@@ -84,6 +84,14 @@ OF_GRAPHS = (
         "if True:",
         ("tests/graph/test_bodies.py",),
     ),
+    # -- planning
+    Mutation(
+        "bytes of the model's own collectives are asked of symbolic sizes",
+        "graphshard/planning/own_collectives.py",
+        "sum(map(num_bytes, both))",
+        "sum(tensor.nbytes for tensor in both)",
+        ("tests/dist/test_expert_parallel.py", "-k", "turns"),
+    ),
     # -- passes
     Mutation(
         "a last block that ends otherwise shares nothing",
