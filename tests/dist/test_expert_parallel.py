@@ -76,18 +76,22 @@ def combine(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def expert_parallel(dim: int) -> Callable[[nn.Module, DeviceMesh], None]:
-    """Experts are sharded along `dim` over the ranks that have the same one."""
+    """Experts are sharded along `dim` over the ranks that have the same one; all is replicated over what else the mesh
+    has.
+    """
 
     def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
-        everyone = mesh["efsdp", "ep"]._flatten("dp")
+        ranks, own = mesh["efsdp", "ep"]._flatten("dp"), mesh["efsdp"]
+        if mesh.ndim > 2:
+            ranks, own = DeviceMesh._concatenate([mesh["replicas"], ranks]), mesh["replicas", "efsdp"]
         for layer in model.children():
             assert isinstance(layer, Routed)
             distribute_module(layer.experts, mesh["ep"], cut, dispatch, combine)  # type: ignore[arg-type]
-            fully_shard(layer.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
+            fully_shard(layer.experts, mesh=own, shard_placement_fn=lambda _: Shard(dim))
             layer.experts.set_gradient_divide_factor(float(mesh.size()))  # type: ignore[operator]
             layer.experts.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo scales nothing
-            fully_shard(layer, mesh=everyone)
-        fully_shard(model, mesh=everyone)
+            fully_shard(layer, mesh=ranks)
+        fully_shard(model, mesh=ranks)
 
     return annotate
 
@@ -115,3 +119,10 @@ def test_experts_cut_and_sharded(run: TrainingRun, dim: int, measured: bool) -> 
         train(run, dim, measured)
     # One graph for the first batch, one for all sizes.
     assert run.is_reference or graphshard.report(run.models[0]).regions == 2
+
+
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_concatenate"), reason="this torch cannot put meshes together")
+@training_test(world_size=4, mesh_shape=(2, 1, 2), mesh_axes=("replicas", "efsdp", "ep"), tolerance=BITWISE)
+def test_experts_cut_and_replicated(run: TrainingRun) -> None:
+    with dynamo_config.patch(capture_scalar_outputs=True):
+        train(run, dim=1, measured=True)
