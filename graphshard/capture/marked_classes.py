@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from graphshard.capture.parameters_in_forward import named_parameters
+from graphshard.capture.spmd_parameters import on_whole_mesh
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only
 from graphshard.graph.extensions import EXTENDED
@@ -173,7 +174,7 @@ def _as_seen(leaf: Tensor, spec: str, layout: Any, extension: Any) -> Tensor:
 
 
 @inline_only
-def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stride: str) -> DTensor:
+def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stride: str, key: str) -> DTensor:
     """This rank's part of a tensor-parallel parameter as a DTensor.
 
     Args:
@@ -182,7 +183,10 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
         placements: on it.
         size: of the whole parameter, as text: Dynamo would make numbers symbolic.
         stride: likewise.
+        key: of all that (see `spmd_parameters`), where the mesh has data-parallel axes; else ``""``.
     """
+    if key:
+        return on_whole_mesh(full, key)
     shape = torch.Size([int(length) for length in size.split("x")])
     strides = tuple([int(length) for length in stride.split("x")])
     return DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=strides)

@@ -30,6 +30,11 @@ def seen_by() -> str | None:
     return None
 
 
+def address(value: Tensor) -> int:
+    """Where a tensor's elements are; of one without elements, where its memory begins."""
+    return value.data_ptr() or value.untyped_storage().data_ptr()
+
+
 def fake_tensors() -> Any:
     """A mode of its own in which tensors have no data."""
     return FakeTensorMode()

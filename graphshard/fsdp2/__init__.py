@@ -16,12 +16,13 @@ from graphshard.fsdp2.models import (
     sharded_units,
     unit_modules,
 )
-from graphshard.fsdp2.params import ShardedParam
+from graphshard.fsdp2.params import Layout, ShardedParam
 from graphshard.fsdp2.units import Unit
 
 __all__ = [
     "AllGatherExtension",
     "ForwardHooks",
+    "Layout",
     "ShardedParam",
     "Unit",
     "annotation_mesh",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,31 @@ class InUnit(Protocol):
     @property
     def post_forward_mesh(self) -> DeviceMesh | None:
         """Mesh of the shards after forward, where that is another one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A gathered parameter that is a DTensor.
+
+    Attributes:
+        mesh: that it is on: of tensor parallelism, or with `dp_mesh_dims` of all.
+        placements: on it.
+        shape: of the whole tensor.
+        stride: likewise.
+        data_dims: dims of the mesh that are data-parallel.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    data_dims: tuple[int, ...]
+
+    def of_local(self, part: Tensor) -> DTensor:
+        """The tensor of which this rank has `part`."""
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
 
 class ShardedParam:
@@ -95,13 +121,21 @@ class ShardedParam:
         return kind if self._raw.offload_to_cpu and kind != "cpu" else ""
 
     @property
-    def layout(self) -> tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None:
-        """Mesh, placements, full shape and strides of a gathered tensor-parallel parameter; None for any other."""
+    def layout(self) -> Layout | None:
+        """Of the gathered parameter, if that is a DTensor: one that is tensor-parallel, or on a mesh of all axes."""
         raw = self._raw
         spec = None
         if raw.is_dtensor:  # torch 2.11 has the older name
             spec = raw._unsharded_dtensor_spec if hasattr(raw, "_unsharded_dtensor_spec") else raw._tp_spec
-        return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
+        if spec is None:
+            return None
+        data_dims = tuple(sorted(raw._dp_dim_indices)) if self.on_whole_mesh else ()
+        return Layout(spec.mesh, tuple(spec.placements), spec.shape, spec.stride, data_dims)
+
+    @property
+    def on_whole_mesh(self) -> bool:
+        """Whether the parameter is on a mesh of all axes: `dp_mesh_dims`, from torch 2.13 on."""
+        return bool(getattr(getattr(self._raw, "mesh_info", None), "is_spmd_mesh", False))
 
     @property
     def _has_extension(self) -> bool:
@@ -118,8 +152,7 @@ class ShardedParam:
     def as_registered(self, full: Tensor) -> nn.Parameter:
         """A gathered tensor as the parameter that stands in the module meanwhile."""
         if (layout := self.layout) is not None:
-            mesh, placements, shape, stride = layout
-            full = DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=stride)
+            full = layout.of_local(full)
         return nn.Parameter(full.detach(), requires_grad=self.parameter.requires_grad)
 
     def as_registered_post_forward(self, shard: Tensor) -> nn.Parameter:
@@ -172,8 +205,7 @@ class ShardedParam:
         if not hasattr(self._raw, "_unsharded_param"):
             return False
         if (layout := self.layout) is not None:
-            mesh, placements, shape, stride = layout
-            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+            grad = layout.of_local(grad)
         self._raw.unsharded_accumulated_grad = grad
         return True
 
@@ -181,6 +213,4 @@ class ShardedParam:
         """What of this parameter is not compiled, or None."""
         if self._has_extension and self._unit.post_forward_mesh is not None:
             return "all-gather extensions of a tensor subclass, with reshard_after_forward as an int,"
-        if 0 in self.size:
-            return "parameters without elements"
         return None

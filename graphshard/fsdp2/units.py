@@ -95,8 +95,6 @@ class Unit:
     def unsupported(self) -> str | None:
         """What of this unit is not compiled, with its place; None: all of it is. It cannot change later."""
         where = f"unit '{self.name or 'root'}'"
-        if getattr(self._raw.mesh_info, "is_spmd_mesh", False):
-            return f"{where} uses dp_mesh_dims"
         for param in self.params:
             if (what := param.unsupported()) is not None:
                 return f"parameter '{param.owners[0][1]}' of {where} uses {what}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from graphshard.cost.traffic import tensors
+from graphshard.cost.traffic import num_bytes, tensors
 from graphshard.graph.ir import LAUNCHES, fake, val, waits_of
 from graphshard.planner import OwnCollective
 from graphshard.planning.communication_costs import CommunicationCosts
@@ -32,7 +32,7 @@ def own_collectives(place: Mapping[Node, int], costs: CommunicationCosts) -> lis
             continue
         group = next((argument for argument in reversed(node.args) if isinstance(argument, str)), "")
         sent, received = (list(tensors(value)) for value in (fake(node.all_input_nodes), val(node)))
-        num_bytes = max(sum(tensor.nbytes for tensor in both) for both in (sent, received))
-        us = costs.collective_us(kind, num_bytes, group)  # type: ignore[arg-type]
+        moved = max(sum(map(num_bytes, both)) for both in (sent, received))
+        us = costs.collective_us(kind, moved, group)  # type: ignore[arg-type]
         found.append(OwnCollective(node.name, costs.stream(group), us, place[node], min(waits)))
     return found

@@ -67,12 +67,14 @@ class EagerMode:
         """Inside, FSDP2's own hooks run the model. Gradients that are held unreduced go with it, and come back.
 
         Raises:
-            RuntimeError: while gradients are held that are reduced over shards, but not over their copies.
+            RuntimeError: while gradients are held that are reduced over shards, but not over their copies; or
+                unreduced ones, of parameters on a mesh of all axes.
         """
         if not self.compiled:
             yield
             return
         _refuse_partial("graphshard", [shard.fqn for shard in self._holdings.shards if shard.partial is not None])
+        _refuse_held([shard.fqn for shard in self._holdings.shards if shard.cannot_hand_held])
         self._leave_compiled()
         try:
             yield
@@ -129,4 +131,13 @@ def _refuse_partial(holder: str, names: Sequence[str]) -> None:
             f"graphshard.eager: {holder} holds gradients of {len(names)} parameters or units ({names[0]}, ...) that "
             "are reduced over shards, but not over their copies, which the other engine cannot finish. Run one "
             "backward with set_requires_all_reduce(True) before switching"
+        )
+
+
+def _refuse_held(names: Sequence[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"graphshard.eager: graphshard holds unreduced gradients of {len(names)} parameters ({names[0]}, ...) that "
+            "use dp_mesh_dims, to which the other engine cannot add. Run one backward with "
+            "set_requires_gradient_sync(True) before switching"
         )

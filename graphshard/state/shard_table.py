@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
+from graphshard.compat.tensors import address
 from graphshard.fsdp2 import AllGatherExtension, Unit
 from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
@@ -76,7 +77,7 @@ class ShardTable:
         ]
 
     def _addresses(self) -> dict[int, Shard]:
-        return {shard.leaf.data_ptr(): shard for shard in self._shards}
+        return {address(shard.leaf): shard for shard in self._shards}
 
     def refresh_extensions(self, is_under_way: Callable[[Unit], bool]) -> None:
         """Asks tensor subclasses what to send of what is not gathered yet, nor under way. All ranks come here together:
@@ -124,11 +125,11 @@ class ShardTable:
 
     def at(self, leaf: Tensor) -> Shard:
         """The shard of a leaf, or of what shares its memory."""
-        return self._at[leaf.data_ptr()]
+        return self._at[address(leaf)]
 
     def bind(self, region: int, direction: str, leaves: Iterable[Tensor]) -> Binding:
         """The shards that a call of a region brings. `leaves`: in slot order."""
-        addresses = tuple(leaf.data_ptr() for leaf in leaves)
+        addresses = tuple(address(leaf) for leaf in leaves)
         key = (region, direction, addresses)
         if (binding := self._bindings.get(key)) is None:
             binding = self._bindings[key] = Binding(tuple(self._at[address] for address in addresses))

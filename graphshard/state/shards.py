@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard.capture.spmd_parameters import key_of
 from graphshard.compat.tensors import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit, whole_parameter
 from graphshard.graph.ir import ParamRef
@@ -52,6 +53,7 @@ class Shard:
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
+        self._layout = param.layout
         self._source = param.flat_shard
         self.extension = param.extension(unit.world_size)
         self.leaf = self._make_leaf()
@@ -59,11 +61,14 @@ class Shard:
     def _make_leaf(self) -> Tensor:
         self._source, self._whole = self.param.flat_shard, None
         trainable = self.param.parameter.requires_grad
-        if self.extension is None:
-            leaf = self._source.detach().requires_grad_(trainable)
-        else:  # nothing reads its values
+        if self.extension is not None:  # nothing reads its values
             one = torch.empty(1, dtype=self._source.dtype, device=self._source.device)
-            leaf = one.expand(self._source.numel()).requires_grad_(trainable)
+            leaf = one.expand(self._source.numel())
+        elif self._source.numel():
+            leaf = self._source.detach()
+        else:  # there would be no address to be found by: it has one element's memory of its own
+            leaf = self._source.detach().new_empty(1)[:0]
+        leaf.requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
             leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
@@ -92,15 +97,15 @@ class Shard:
         tensor-parallel layout, an extension; None: nothing.
         """
         layout: tuple[Any, ...] | None = None
-        if self.param.layout is not None:
-            mesh, placements, size, stride = self.param.layout
-            layout = (mesh, placements, "x".join(map(str, size)), "x".join(map(str, stride)))
+        if (on := self._layout) is not None:
+            size, stride = ("x".join(map(str, numbers)) for numbers in (on.shape, on.stride))
+            layout = (on.mesh, on.placements, size, stride, key_of(on))
         extension: tuple[Any, ...] | None = None
         if (own := self.extension) is not None:
             for tensor in (own.wire, *own.tensors):
                 keep_static(tensor)
             extension = (own.wire, str(self.gather_spec()), own.kind, own.tensors)
-        more = None if layout is extension is None else (layout, extension)
+        more = (layout, extension) if layout or extension else None
         return self.leaf, str(self.spec()), more
 
     @property
@@ -261,8 +266,17 @@ class Shard:
         if self.is_trainable:
             self.param.deliver_grad(grad)
 
+    @property
+    def cannot_hand_held(self) -> bool:
+        """Whether an unreduced gradient is held that FSDP2's own engine could not add to: its placements over the
+        data-parallel axes are known in a trace alone.
+        """
+        return self.held is not None and self.param.on_whole_mesh
+
     def hand_held(self) -> None:
         """Hands the unreduced gradient to FSDP2's own engine, as soon as that can hold it."""
+        if self.cannot_hand_held:
+            return
         if self.held is not None and self.param.give_unreduced(self.held):
             self.held = None
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_map_only
 
 import graphshard
 from graphshard.testing import WorkerPool
@@ -166,12 +167,35 @@ def test_tie_across_units(two_ranks: WorkerPool) -> None:
     two_ranks.run(tie_across_units)
 
 
-class WithEmpty(nn.Sequential):
-    """Its second parameter has no elements."""
+class Extended(torch.Tensor):
+    """Says itself what is gathered, and what is made of that."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: None, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+class WithExtension(nn.Sequential):
+    """Its first parameter has an all-gather extension."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
-        self.empty = nn.Parameter(torch.empty(0, 4))
+        self[0].weight = nn.Parameter(Extended(torch.randn(16, 16)))
 
 
 def strict_under_a_dispatch_mode() -> None:
@@ -189,11 +213,11 @@ def test_strict_model_refuses_a_call_that_would_run_in_eager_fsdp2(two_ranks: Wo
 def falls_back() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return WithEmpty()
+        return WithExtension()
 
-    what = "parameters without elements"
+    what = "all-gather extensions of a tensor subclass"
     with refused(
-        graphshard.UnsupportedModel, f"'empty' of unit 'root' uses {what}, which is not compiled.*strict=True"
+        graphshard.UnsupportedModel, f"'weight' of unit 'root' uses {what}, which is not compiled.*strict=True"
     ):
         graphshard.compile(build(), mesh(), strict=True)
     records: list[logging.LogRecord] = []

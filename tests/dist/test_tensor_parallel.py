@@ -200,30 +200,30 @@ class Normed(nn.Module):
         return out
 
 
-def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Between the layers the sequence is cut over "tp"; norms have replicated weights."""
-    plan = {
-        "norm": SequenceParallel(),
-        "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
-        "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    for layer in model.children():
-        parallelize_module(layer, mesh["tp"], plan)
-        parallelize_module(
-            layer, mesh["tp"], PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1))
-        )
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+def sequence_parallel(dp: tuple[str, ...]) -> Callable[[nn.Module, DeviceMesh], None]:
+    """Between the layers the sequence is cut over "tp"; norms have replicated weights. `dp`: axes of shards."""
+
+    def annotate(model: nn.Module, mesh: DeviceMesh) -> None:
+        plan = {
+            "norm": SequenceParallel(),
+            "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1))
+        for layer in model.children():
+            parallelize_module(layer, mesh["tp"], plan)
+            parallelize_module(layer, mesh["tp"], whole)
+            fully_shard(layer, mesh=mesh[dp])
+        fully_shard(model, mesh=mesh[dp])
+
+    return annotate
 
 
-@dtensor_activations
-@pytest.mark.row("S32")
-@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
-def test_sequence_is_sharded_between_layers(run: TrainingRun) -> None:
-    model = run.shard(nn.Sequential(*(Normed() for _ in range(2))), annotate=sequence_parallel)
+def train_on_sequences(run: TrainingRun, dp: tuple[str, ...]) -> None:
+    model = run.shard(nn.Sequential(*(Normed() for _ in range(2))), annotate=sequence_parallel(dp))
     run.note_registration("sharded", model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    group, position = (run.mesh[axis].get_local_rank() for axis in AXES)
+    group, position = divmod(run.rank, run.mesh["tp"].size())
     for index in range(2):
         x = torch.randn(4, 6, models.DIM, generator=models.generator(index, group)).chunk(2, 1)[position]
         loss = loss_of(model(x))
@@ -231,6 +231,20 @@ def test_sequence_is_sharded_between_layers(run: TrainingRun) -> None:
         run.observe(loss, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@dtensor_activations
+@pytest.mark.row("S32")
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
+def test_sequence_is_sharded_between_layers(run: TrainingRun) -> None:
+    train_on_sequences(run, ("dp",))
+
+
+@dtensor_activations
+@pytest.mark.row("S34")
+@training_test(world_size=4, mesh_shape=(2, 1, 2), mesh_axes=("dp_replicate", "dp_shard", "tp"), tolerance=BITWISE)
+def test_sequence_is_sharded_between_layers_of_replicas(run: TrainingRun) -> None:
+    train_on_sequences(run, ("dp_replicate", "dp_shard"))
 
 
 def blocks_in_part(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -41,6 +41,13 @@ OF_GRAPHS = (
         "                pass\n",
         ("tests/graph/test_units.py",),
     ),
+    Mutation(
+        "gradients are summed over the data-parallel axes of a whole mesh before they are reduced",
+        "graphshard/capture/spmd_parameters.py",
+        "came if dim in layout.data_dims else own",
+        "own",
+        ("tests/dist/test_whole_mesh.py", "-k", "one_axis"),
+    ),
     # -- lowering
     Mutation(
         "a twin has what code has met elsewhere",
@@ -76,6 +83,14 @@ OF_GRAPHS = (
         "if ranks == 1 or is_first_to_ask(_digest(key)):",
         "if True:",
         ("tests/graph/test_bodies.py",),
+    ),
+    # -- planning
+    Mutation(
+        "bytes of the model's own collectives are asked of symbolic sizes",
+        "graphshard/planning/own_collectives.py",
+        "sum(map(num_bytes, both))",
+        "sum(tensor.nbytes for tensor in both)",
+        ("tests/dist/test_expert_parallel.py", "-k", "turns"),
     ),
     # -- passes
     Mutation(

@@ -94,6 +94,13 @@ OF_RUNS = (
     ),
     # -- state
     Mutation(
+        "parameters without elements are not told apart",
+        "graphshard/state/shards.py",
+        "self._source.new_empty(1)[:0]",
+        "self._source",
+        ("tests/dist/test_empty_parameters.py", "-k", "get_gradients"),
+    ),
+    Mutation(
         "branches that need other parameters again in backward are one call",
         "graphshard/state/signatures.py",
         '" again" if slot in again else ""',
