@@ -88,7 +88,7 @@ def compile(
             (0, 1] of a rank's memory; None: as much as FSDP2's plan would, or as a plan file says.
         hardware: that plans are made for: a name of the hardware table, or the path of a file that
             ``python -m graphshard.calibrate`` wrote; None: that of the device.
-        strict: makes an error of what would run in eager FSDP2 with a warning.
+        strict: makes an error of calls that would run in eager FSDP2 with a warning.
         deadline_s: most seconds that a launch or wait of a collective may take, before the process ends and says which
             ranks are missing; None: a little less than the process group's time-out.
         compare_every: after so many calls of the model, at the beginning of the next one, ranks compare which
@@ -102,11 +102,10 @@ def compile(
         TypeError: `model` is no `nn.Module`.
         ValueError: an argument is not one of those above, or contradicts the annotation.
         RuntimeError: torch's version is not supported, no process group is there, or `model` is compiled already.
-        UnsupportedModel: `strict` and something is not compiled.
 
     Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
-    no plan fits `memory_budget`, `RanksDiffer` where ranks do not plan alike, or have executed other collectives than
-    each other, and `CommunicationFailed` where a collective fails.
+    no plan fits `memory_budget`, `UnsupportedModel` where `strict` wants one to run compiled, `RanksDiffer` where ranks
+    do not plan alike, or have executed other collectives than each other, and `CommunicationFailed` where a collective fails.
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)

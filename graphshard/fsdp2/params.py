@@ -137,13 +137,10 @@ class ShardedParam:
         """Whether the parameter is on a mesh of all axes: `dp_mesh_dims`, from torch 2.13 on."""
         return bool(getattr(getattr(self._raw, "mesh_info", None), "is_spmd_mesh", False))
 
-    @property
-    def _has_extension(self) -> bool:
-        return hasattr(self._raw._sharded_local_tensor, "fsdp_pre_all_gather")
-
     def extension(self, world_size: int) -> AllGatherExtension | None:
         """What a tensor subclass has gathered in the parameter's place, over `world_size` shards; None: nothing."""
-        return AllGatherExtension(self._raw, world_size) if self._has_extension else None
+        has_one = hasattr(self._raw._sharded_local_tensor, "fsdp_pre_all_gather")
+        return AllGatherExtension(self._raw, world_size) if has_one else None
 
     def is_registered(self, parameter: object) -> bool:
         """Whether `parameter` is FSDP2's: sharded, or gathered by its own engine."""
@@ -208,9 +205,3 @@ class ShardedParam:
             grad = layout.of_local(grad)
         self._raw.unsharded_accumulated_grad = grad
         return True
-
-    def unsupported(self) -> str | None:
-        """What of this parameter is not compiled, or None."""
-        if self._has_extension and self._unit.post_forward_mesh is not None:
-            return "all-gather extensions of a tensor subclass, with reshard_after_forward as an int,"
-        return None

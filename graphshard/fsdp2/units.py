@@ -92,14 +92,6 @@ class Unit:
         device: torch.device = self._raw.device
         return device
 
-    def unsupported(self) -> str | None:
-        """What of this unit is not compiled, with its place; None: all of it is. It cannot change later."""
-        where = f"unit '{self.name or 'root'}'"
-        for param in self.params:
-            if (what := param.unsupported()) is not None:
-                return f"parameter '{param.owners[0][1]}' of {where} uses {what}"
-        return None
-
     # -- flags, as they stand now
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
 from graphshard.capture.unit_hooks import unit_hooks
-from graphshard.errors import UnsupportedModel
 from graphshard.fsdp2 import Unit
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
@@ -36,21 +35,6 @@ class EagerMode:
         self._hooks = fsdp2.ForwardHooks(model, unit_hooks, marked_classes.forward_method)
         self._ran = False  # FSDP2's engine may hold gradients, also of a backward that comes later
         self.compiled = True
-
-    def falls_back(self, reasons: Iterable[str | None], strict: bool) -> bool:
-        """Leaves the model to FSDP2 for good if there is a reason, said once; else takes its hooks off.
-
-        Raises:
-            UnsupportedModel: there is a reason, and `strict`.
-        """
-        if (reason := next(filter(None, reasons), None)) is None:
-            return False
-        line = f"{reason}, which is not compiled: the model runs in eager FSDP2"
-        if strict:
-            raise UnsupportedModel(f"{line}; got strict=True")
-        self._context.report.say_once(line)
-        self._leave_compiled()
-        return True
 
     def take_hooks(self) -> None:
         """Takes FSDP2's hooks off the model: graphshard runs it."""

@@ -95,9 +95,8 @@ class Engine:
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held
-        if not self._eager.falls_back((unit.unsupported() for unit in self.units), options.strict):
-            self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
-            self._eager.take_hooks()
+        self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
+        self._eager.take_hooks()
 
     def _make_context(self, planning: Planning | None) -> ModelContext:
         # For dumps: models are compiled in the same order on every rank.

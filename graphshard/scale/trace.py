@@ -151,8 +151,6 @@ class _Recorder(Engine):
     table_class = _FakeShards
 
     def trace(self, inputs: Sequence[Any], tensor_ranks: int, tensor_group: str) -> Traced:
-        if (reason := next(filter(None, (unit.unsupported() for unit in self.units)), None)) is not None:
-            raise ValueError(f"model: {reason}, which is not compiled")
         self._prepare()
         if extended := [shard.fqn for shard in self.shards if shard.extension is not None]:
             raise ValueError(f"model: {extended[0]} has all-gather extensions, whose communication is not known here")

@@ -204,7 +204,8 @@ class Shard:
     def stay_post_forward(self, shard: Tensor) -> None:
         """Keeps a post-forward shard `[n]`."""
         self.full, self.post_forward, self._versions = None, shard, self.written()
-        self._register(self.param.as_registered_post_forward(shard))
+        if self.extension is None:  # else it is no part of the parameter
+            self._register(self.param.as_registered_post_forward(shard))
 
     def is_outdated(self) -> bool:
         """Whether the parameter was written since what stays was gathered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,11 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._pytree import tree_map_only
 
 import graphshard
 from graphshard.testing import WorkerPool
-from graphshard.testing.reference import shard_eager
 
 
 @contextmanager
@@ -167,37 +164,6 @@ def test_tie_across_units(two_ranks: WorkerPool) -> None:
     two_ranks.run(tie_across_units)
 
 
-class Extended(torch.Tensor):
-    """Says itself what is gathered, and what is made of that."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (self.inner,), None
-
-    def fsdp_post_all_gather(self, outputs: Any, metadata: None, dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else (outputs[0], outputs)
-
-
-class WithExtension(nn.Sequential):
-    """Its first parameter has an all-gather extension."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
-        self[0].weight = nn.Parameter(Extended(torch.randn(16, 16)))
-
-
 def strict_under_a_dispatch_mode() -> None:
     model = graphshard.compile(models.mlps(1), mesh(), backend="aot_eager", strict=True)
     x = models.features(0, torch.distributed.get_rank())[0]
@@ -208,40 +174,6 @@ def strict_under_a_dispatch_mode() -> None:
 
 def test_strict_model_refuses_a_call_that_would_run_in_eager_fsdp2(two_ranks: WorkerPool) -> None:
     two_ranks.run(strict_under_a_dispatch_mode)
-
-
-def falls_back() -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return WithExtension()
-
-    what = "all-gather extensions of a tensor subclass"
-    with refused(
-        graphshard.UnsupportedModel, f"'weight' of unit 'root' uses {what}, which is not compiled.*strict=True"
-    ):
-        graphshard.compile(build(), mesh(), strict=True)
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("graphshard").addHandler(handler)
-    model, reference = graphshard.compile(build(), mesh()), build()
-    shard_eager(reference, mesh(), {}, None)
-    x = models.features(0, torch.distributed.get_rank())[0]
-    for _ in range(2):
-        for m in (model, reference):
-            m(x).square().mean().backward()
-    with graphshard.eager(model):
-        pass
-    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (got.grad is None) == (want.grad is None)
-        if got.grad is not None:
-            assert torch.equal(got.grad.to_local(), want.grad.to_local())  # type: ignore[union-attr, attr-defined]
-    (line,) = graphshard.report(model).fallbacks
-    assert what in line and [record.getMessage() for record in records] == [f"graphshard: {line}"]
-
-
-def test_what_is_not_compiled_runs_in_eager_fsdp2_and_says_so(two_ranks: WorkerPool) -> None:
-    two_ranks.run(falls_back)
 
 
 def small_budget() -> str:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.errors import UnsupportedModel
 from graphshard.testing import TrainingRun, Ulps, training_test
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -257,11 +256,7 @@ def test_float8_gathers_send_half_of_what_bf16_sends(run: TrainingRun) -> None:
         assert 2 * gathered_bytes(model) == gathered_bytes(plain) > 0
 
 
-def refused() -> None:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
-    with pytest.raises(UnsupportedModel, match=r"'weight' of unit .* all-gather extensions .*reshard_after_forward"):
-        graphshard.compile(extended(Net(), Rounded), mesh, reshard_after_forward=2, strict=True)
-
-
-def test_shards_over_a_smaller_group_are_left_to_fsdp2(four_ranks: Any) -> None:
-    four_ranks.run(refused)
+# Eager FSDP2 cannot gather them again from shards over a smaller group. All bits are those of other shards.
+@training_test(tolerance=BITWISE, world_size=4)
+def test_shards_over_a_smaller_group_after_forward(run: TrainingRun) -> None:
+    train(run, run.shard(extended(Net(), Packed), reshard_after_forward=True if run.is_reference else 2))

@@ -171,9 +171,16 @@ def _sensible(case: Case) -> Case:
     """Without what README's limits leave out: jobs whose bits may differ, or that are refused by name."""
     layers = tuple(_sensible_layer(layer, case, number) for number, layer in enumerate(case.layers))
     breaks = any(layer.breaks for layer in _walk(layers))
-    # A sum over regions behind a break, of a parameter that both read.
-    tied = case.tied and not breaks and case.regions == "model"
-    return replace(case, layers=layers, tied=tied, budget_mib=case.budget_mib if case.regions == "model" else 0)
+    one_graph = not breaks and case.regions == "model"
+    if not one_graph:  # sums over regions, of a parameter's gradients, or of those of an activation
+        layers = tuple(_without_cross(layer) for layer in layers)
+    has_budget = case.regions == "model" and case.plan == "auto"
+    return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=case.budget_mib if has_budget else 0)
+
+
+def _without_cross(layer: Layer) -> Layer:
+    kind = "mlp" if layer.kind == "cross" else layer.kind
+    return replace(layer, kind=kind, inner=tuple(map(_without_cross, layer.inner)))
 
 
 def _sensible_layer(layer: Layer, case: Case, number: int) -> Layer:
