@@ -105,7 +105,8 @@ def compile(
 
     Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
     no plan fits `memory_budget`, `UnsupportedModel` where `strict` wants one to run compiled, `RanksDiffer` where ranks
-    do not plan alike, or have executed other collectives than each other, and `CommunicationFailed` where a collective fails.
+    do not plan alike, or have executed other collectives than each other, and `CommunicationFailed` where a collective
+    fails.
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)
