@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCABULARY, WIDTH, LAYERS, HEADS = 64, 32, 3, 4
+VOCABULARY, WIDTH, HEADS = 64, 32, 4
+LAYERS = 4  # of fewer equal blocks each is traced
 BATCH, LENGTH = 2, 12
 CLASSES, IMAGE, PATCH, MELS, FRAMES = 5, 16, 4, 8, 16
 
