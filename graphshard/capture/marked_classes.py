@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,8 @@ ENGINE = "_graphshard_engine"
 # On a block that may have twins: its mark, or "" (see `twins`).
 TWIN_MARK = "_graphshard_twin"
 SHARD_PREFIX = "_graphshard_shard_"
+# Names of entry points' code begin so.
+_ENTRY = "call_"
 
 
 def shard_key(name: str) -> str:
@@ -367,5 +370,12 @@ def entry_point(cls: type[nn.Module], body: Callable[..., Any] = own_call) -> Ca
     def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return body(module, *args, **kwargs)
 
-    call_module.__code__ = call_module.__code__.replace(co_name=f"call_{cls.__name__}")
+    call_module.__code__ = call_module.__code__.replace(co_name=f"{_ENTRY}{cls.__name__}")
     return call_module
+
+
+def is_entry_point(code: CodeType) -> bool:
+    """Whether it is the code of such a function, from its beginning: not of what Dynamo makes of the rest behind a
+    graph break.
+    """
+    return code.co_filename == __file__ and code.co_name.startswith(_ENTRY)

@@ -93,6 +93,13 @@ def changes_autocast(node: Node) -> int | None:
     return {"_enter_autocast": 1, "_exit_autocast": -1}.get(name)
 
 
+def only_logs(node: Node) -> bool:
+    """Whether a node of a captured graph tells torch that an API is used, as one does for a module that is made in
+    forward: a slice of an `nn.ModuleList` is one.
+    """
+    return node.target is torch._C._log_api_usage_once
+
+
 def is_wrapper(value: Tensor) -> bool:
     """Whether a tensor stands for others, as a DTensor does."""
     found: bool = is_traceable_wrapper_subclass(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Set
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,12 @@ def surrounding_graph() -> str | None:
         return "captured"
     of_checkpoint = tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint
     return "checkpoint" if of_checkpoint and tracer.parent.parent is None else None
+
+
+def traced_code() -> CodeType:
+    """Of the frame whose graph Dynamo makes now: where it went on behind a graph break, code of its own."""
+    code: CodeType = InstructionTranslator.current_tx().f_code
+    return code
 
 
 def ambient_modes() -> tuple[Hashable, ...]:

@@ -108,7 +108,7 @@ class Follower:
             direction: of its graph: ``"forward"``, or ``"inference"``, as of a part in which nothing needs a gradient.
             binding: its shards.
             structure: its own (see `signatures`).
-            broken: whether a graph break ends it.
+            broken: whether it is known to be a part.
             runs: whether it runs now; else it is compiled.
         """
         holdings = self._holdings

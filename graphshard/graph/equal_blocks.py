@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, sets_grad_mode
+from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
 from graphshard.compat.tensors import is_torch_operator, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.repeats import Repeat, find_repeats
@@ -134,6 +134,8 @@ def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
             if isinstance(_attribute(node), GraphModule):
                 found.add(node)
         elif node.op in ("call_function", "call_method"):
+            if only_logs(node):
+                continue
             if not isinstance(value, (Tensor, tuple, list, *_SIZES)) and node.target is not operator.setitem:
                 break  # it may set anything
             if not any(is_wrapper(part) for part in _parts(value)):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphshard.capture.marked_classes import is_entry_point
 from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import ends_in_graph_break
 from graphshard.compat.inductor import (
@@ -25,6 +26,7 @@ from graphshard.compat.inductor import (
 )
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
+from graphshard.compat.running_trace import traced_code
 from graphshard.errors import ModelDeleted
 from graphshard.graph.block_calls import Body
 from graphshard.graph.extensions import EXTENDED
@@ -110,7 +112,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
             runtime,
             number,
             _shard_positions(runtime, inputs),
-            broken,
+            broken or not is_entry_point(traced_code()),
             _input_grads(runtime, inputs),
             bodies,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},

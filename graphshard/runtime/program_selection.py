@@ -49,7 +49,7 @@ class ProgramSelection:
 
     Args:
         lowering: makes its programs.
-        broken: whether a graph break ends its graph.
+        broken: whether its graph is known to be a part of what the user called.
 
     Attributes:
         backward_graph: of the region, once there is one.

@@ -43,7 +43,8 @@ class Region:
         runtime: of the model.
         number: of this region, for dumps and reports.
         positions: shards by their position among the graph's inputs.
-        broken: whether a graph break ends the graph.
+        broken: whether the graph is known to be a part of what the user called: a graph break ends it, or Dynamo
+            skipped the frame around.
         input_grads: how many inputs besides shards need a gradient.
         bodies: compiles what programs compute; None: they run as they are.
         patches: compiler configuration for programs that are compiled late.

@@ -34,7 +34,7 @@ class SplitUnits:
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def in_forward(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
-        """Units to gather as a whole, of those of which a region uses parts; `broken`: a graph break ends it."""
+        """Units to gather as a whole, of those of which a region uses parts; `broken`: it is no whole call."""
         if broken or self._forward.nested or self._forward.regions_run:
             for unit in self._shards.in_order(parts.difference(self.units)):
                 self._report.note_once(

@@ -340,3 +340,37 @@ def test_unit_split_by_a_graph_break_is_named(run: TrainingRun) -> None:
     if not run.is_reference:
         (note,) = graphshard.report(model).notes
         assert "unit 'root' is used in parts" in note and note in str(graphshard.report(model))
+
+
+class Backbone(nn.Module):
+    """No unit of its own: its parameters are the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(models.DIM, models.DIM)
+        self.layers = models.mlps(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layers(self.embed(x))
+        return hidden
+
+
+class Looped(nn.Module):
+    """Dynamo leaves out a frame that breaks in a loop, and captures what it calls: no graph ends in a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Backbone(), nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.backbone, self.head):
+            torch._dynamo.graph_break()
+            x = part(x)
+        return x
+
+
+@training_test(expect_collectives="at_most")
+def test_unit_split_by_a_frame_that_is_left_out_is_gathered_once(run: TrainingRun) -> None:
+    model = run.shard(Looped())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.train(model, optimizer, lambda model, run, index: model(*models.features(index, run.rank)).square().mean())

@@ -31,6 +31,7 @@ from graphshard.compat.inductor import (
     source_digest,
 )
 from graphshard.compat.results import keep_strides
+from graphshard.compat.running_trace import traced_code
 from graphshard.compat.tensors import keep_static, seen_by
 from graphshard.compat.versions import check_torch_version
 from graphshard.runtime.backend import Partitioner
@@ -257,6 +258,35 @@ def test_compiles_are_told_of_once_and_anew_after_a_reset() -> None:
         assert said == ["begin", "compiles", "end"]
         torch.compiler.reset()
         said.clear()
+
+
+def test_code_that_is_traced_is_known_to_a_backend() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def broken(x: Tensor) -> Tensor:
+        x = inner(x)
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    def in_loop(x: Tensor) -> Tensor:
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            x = inner(x)
+        return x
+
+    codes: list[Any] = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        codes.append(traced_code())
+        return gm.forward
+
+    for function in (broken, in_loop):
+        torch.compile(function, backend=backend)(torch.ones(2))
+    torch.compiler.reset()
+    first, resumed, inside = codes
+    assert first is broken.__code__ and inside is inner.__code__
+    assert resumed is not broken.__code__ and not resumed.co_name.startswith("broken")
 
 
 def test_timers_of_torchs_compilers_are_nested_as_is_known() -> None:

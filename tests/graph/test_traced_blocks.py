@@ -309,6 +309,27 @@ def test_blocks_of_other_sizes_or_flags_have_bodies_of_their_own() -> None:
     assert traced.calls == 8 and traced.report.traced_once == (8, 2)
 
 
+def test_blocks_of_a_sliced_list_are_traced_once() -> None:
+    """A slice is a module that is made in forward, of which Dynamo leaves a trace in the graph."""
+
+    class Sliced(Stack):
+        def forward(self, x: Tensor) -> Any:
+            x = x.sin()
+            for layer in self.layers[:5]:
+                x = layer(x)
+            return x
+
+    model = Sliced(plain)
+    traced, found = Traced(model), []
+    for run in (traced.run, model):
+        x = torch.ones(BATCH, DIM, requires_grad=True)
+        loss = run(x).sum()
+        loss.backward()
+        found.append((loss, x.grad))
+    assert all(map(torch.equal, *found))
+    assert traced.report.traced_once == (5, 1)
+
+
 def saving_matmuls(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -7,6 +7,13 @@ from tests.mutations.mutation import Mutation
 OF_RUNS = (
     # -- runtime
     Mutation(
+        "a graph of a frame that another calls passes for the whole call",
+        "graphshard/runtime/backend.py",
+        "broken or not is_entry_point(traced_code()),",
+        "broken,",
+        ("tests/dist/test_user_code.py", "-k", "left_out"),
+    ),
+    Mutation(
         "what the other engine holds unreduced is not taken back",
         "graphshard/runtime/engine.py",
         "self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held",

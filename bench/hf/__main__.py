@@ -1,0 +1,63 @@
+"""Classes of `transformers` under graphshard, beside eager: `python -m bench.hf [MODEL ...] [--as-shipped]`.
+
+Small random models, nothing is downloaded; fp32, no dropout, three steps of AdamW. Two comparisons for each: the plain
+model under `torch.compile(backend="aot_eager")` with eager, in loss and gradients; and the same backend by
+`graphshard.compile` with eager FSDP2 on 2 gloo ranks, in everything that `check_parity` compares. What is not bitwise
+is told by its first difference. `breaks`, `regions`, `programs`: of the sharded model, over all steps; `outside`: how
+many things its report names that ran in eager. Exit status 1: some model is bitwise unsharded, and not sharded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from bench.harness.machine import Machine
+from bench.harness.printing import say, say_progress
+from bench.harness.systems import BACKENDS, PLANS
+from bench.harness.tables import align
+
+NUM_RANKS = 2
+TIMEOUT_S = 240.0
+HEADER = ("model", "class", "unsharded", "sharded", "units", "breaks", "regions", "programs", "outside")
+
+
+def main() -> int:
+    """Compares and prints; returns the exit status."""
+    if find_spec("transformers") is None:
+        print("bench.hf: transformers is not installed: pip install transformers", file=sys.stderr)
+        return 2
+    from bench.hf.compared import Asked
+    from bench.hf.models import CASES
+    from bench.hf.rows import compare
+
+    names = [case.name for case in CASES]
+    parser = argparse.ArgumentParser(prog="bench.hf", description="models of transformers: are they bitwise?")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(names)}")
+    parser.add_argument("--plan", choices=PLANS, default="fsdp2", help="of graphshard.compile; fsdp2")
+    parser.add_argument("--backend", choices=(*BACKENDS, "eager"), default="aot_eager", help="likewise; aot_eager")
+    parser.add_argument("--as-shipped", action="store_true", help="as in defaults of the classes, and without padding")
+    parser.add_argument("--details", action="store_true", help="print errors whole, and reports")
+    options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in names]:
+        parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(names)}")
+    rows = []
+    for name in names:
+        if not options.models or name in options.models:
+            say_progress(name)
+            asked = Asked(name, options.plan, options.backend, options.as_shipped)
+            rows.append(compare(asked, NUM_RANKS, TIMEOUT_S))
+    machine = Machine.this()
+    say(
+        f"torch {machine.torch_version}, transformers {version('transformers')}, Python {machine.python_version}; "
+        f"{NUM_RANKS} gloo ranks, backend {options.backend}, plan {options.plan}",
+        *align(HEADER, [row.cells() for row in rows]),
+        *(line for row in rows for line in row.lines(details=options.details)),
+    )
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

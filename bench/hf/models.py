@@ -1,0 +1,159 @@
+"""Classes of `transformers` in small random configurations, and batches for them; it is imported when one is built.
+
+Some classes do otherwise while they are compiled: they make the mask of causal attention that they leave to the kernel
+else, where nothing is padded (with torch below 2.14); scan associatively, not step by step; run experts in other
+kernels. No compiler that keeps bits can give what these give in eager. So the last tokens are padding here, and a
+configuration's settings choose what is done alike; `as_shipped` leaves out both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, HEADS = 64, 32, 4
+LAYERS = 4  # of fewer equal blocks each is traced
+BATCH, LENGTH = 2, 12
+CLASSES, IMAGE, PATCH, MELS, FRAMES = 5, 16, 4, 8, 16
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        name: on the command line.
+        model: its class in `transformers`, by name.
+        config: that of its configuration.
+        settings: of the configuration.
+        batch: makes keyword arguments of the forward, a loss among their results.
+        checkpoints: whether activations are computed again in backward.
+        same_path: further settings, with which the class does the same compiled and in eager.
+    """
+
+    name: str
+    model: str
+    config: str
+    settings: Mapping[str, Any]
+    batch: Callable[[], Batch] = field(default_factory=lambda: padded_batch)
+    checkpoints: bool = False
+    same_path: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, *, as_shipped: bool = False) -> nn.Module:
+        """The model, in training mode.
+
+        Raises:
+            ImportError: a package that the class needs is missing.
+        """
+        import transformers
+
+        settings = {**self.settings, **({} if as_shipped else self.same_path)}
+        made: nn.Module = getattr(transformers, self.model)(getattr(transformers, self.config)(**settings))
+        if self.checkpoints:
+            enable: Any = made.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return made.train()
+
+    def arguments(self, *, as_shipped: bool = False) -> Batch:
+        """Of one forward."""
+        return language_batch() if as_shipped and self.batch is padded_batch else self.batch()
+
+
+def language_batch() -> Batch:
+    """Tokens that are their own labels."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def padded_batch() -> Batch:
+    """Tokens, the last ones of the second text being padding."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, LENGTH // 2 :] = 0
+    return {**language_batch(), "attention_mask": mask}
+
+
+def pair_batch() -> Batch:
+    """Tokens, and those to translate them into."""
+    return {"input_ids": torch.randint(VOCABULARY, (BATCH, LENGTH)), "labels": torch.randint(VOCABULARY, (BATCH, 8))}
+
+
+def speech_batch() -> Batch:
+    """Spectrograms, and their text."""
+    return {"input_features": torch.randn(BATCH, MELS, 2 * FRAMES), "labels": torch.randint(VOCABULARY, (BATCH, 8))}
+
+
+def image_batch() -> Batch:
+    """Images and their classes."""
+    return {"pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE), "labels": torch.randint(CLASSES, (BATCH,))}
+
+
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LAYERS = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_MASKED = {**_LAYERS, "intermediate_size": 2 * WIDTH, **_NO_DROPOUT}
+_DECODER: dict[str, Any] = {**_TOKENS, **_LAYERS, "intermediate_size": 2 * WIDTH, "use_cache": False}
+_GROUPED = {**_DECODER, "num_key_value_heads": 2, "head_dim": WIDTH // HEADS, "max_position_embeddings": 64}
+_SSM = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8}
+_SSM = {**_SSM, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": LAYERS, "num_heads": HEADS, "dropout_rate": 0.0}
+_WHISPER: dict[str, Any] = {
+    "d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": MELS,
+    "max_source_positions": FRAMES, "max_target_positions": 16, "dropout": 0.0, "decoder_start_token_id": 1,
+    "use_cache": False,
+}  # fmt: skip
+_GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "use_cache": False}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_JAMBA = {**_JAMBA, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+
+CASES = (
+    Case("t5", "T5ForConditionalGeneration", "T5Config",
+         {**_TOKENS, **_T5, "decoder_start_token_id": 0, "use_cache": False}, pair_batch),
+    Case("whisper", "WhisperForConditionalGeneration", "WhisperConfig", {**_TOKENS, **_WHISPER}, speech_batch),
+    Case("llama", "LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    Case("llama-checkpointed", "LlamaForCausalLM", "LlamaConfig", _GROUPED, checkpoints=True),
+    Case("mixtral", "MixtralForCausalLM", "MixtralConfig", {**_GROUPED, **_EXPERTS, "output_router_logits": True},
+         same_path={"experts_implementation": "batched_mm"}),
+    Case("mixtral-loop", "MixtralForCausalLM", "MixtralConfig",
+         {**_GROUPED, **_EXPERTS, "experts_implementation": "eager"}),
+    Case("mamba", "MambaForCausalLM", "MambaConfig",
+         {**_TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 8, "use_cache": False},
+         same_path={"use_associative_scan": False}),
+    Case("mamba2", "Mamba2ForCausalLM", "Mamba2Config",
+         {**_TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 8, "num_heads": 8, "head_dim": 8,
+          "n_groups": 1, "chunk_size": 8, "use_cache": False}),
+    Case("jamba", "JambaForCausalLM", "JambaConfig",
+         {**_DECODER, **_JAMBA, "num_hidden_layers": 4, "num_key_value_heads": 2},
+         same_path={"use_associative_scan": False, "experts_implementation": "batched_mm"}),
+    Case("bamba", "BambaForCausalLM", "BambaConfig",
+         {**_DECODER, **_SSM, "num_key_value_heads": 2, "attn_layer_indices": [1]}),
+    Case("falcon-h1", "FalconH1ForCausalLM", "FalconH1Config", {**_GROUPED, **_SSM, "mamba_d_ssm": 64}),
+    Case("zamba2", "Zamba2ForCausalLM", "Zamba2Config",
+         {**_DECODER, "num_hidden_layers": 5, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+          "num_mem_blocks": 1, "use_shared_attention_adapter": True, "use_mem_rope": True, "mamba_d_state": 8,
+          "num_key_value_heads": HEADS, "attention_head_dim": 2 * WIDTH // HEADS, "mamba_ngroups": 1,
+          "n_mamba_heads": 8, "chunk_size": 8}),
+    Case("deepseek-v3", "DeepseekV3ForCausalLM", "DeepseekV3Config",
+         {**_DECODER, "num_key_value_heads": HEADS, "moe_intermediate_size": 16, "n_routed_experts": 4,
+          "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+          "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+         same_path={"experts_implementation": "batched_mm"}),
+    Case("gpt2", "GPT2LMHeadModel", "GPT2Config",
+         {**_TOKENS, **_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    Case("bert", "BertForMaskedLM", "BertConfig", {**_TOKENS, **_MASKED}),
+    Case("vit", "ViTForImageClassification", "ViTConfig",
+         {**_MASKED, "image_size": IMAGE, "patch_size": PATCH, "num_labels": CLASSES}, image_batch),
+    Case("resnet", "ResNetForImageClassification", "ResNetConfig",
+         {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic",
+          "num_labels": CLASSES}, image_batch),
+    Case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", _GROUPED),
+    Case("gemma2", "Gemma2ForCausalLM", "Gemma2Config",
+         {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": WIDTH // HEADS}),
+)  # fmt: skip
