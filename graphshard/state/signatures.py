@@ -16,6 +16,7 @@ from graphshard.fsdp2 import Unit
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS
 from graphshard.graph.ir import Direction
 from graphshard.state.binding import Binding
+from graphshard.state.shards import RESIDENT
 from graphshard.state.unit_state import REACHED, RESHARD, UnitState
 
 
@@ -120,11 +121,13 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         said.append(f"behind {state.behind}" if state.behind != RESHARD else "")
         said.append("" if state.reduces else "unreduced")
         said.append(f"over {state.post_forward[0]}" if state.post_forward else "")
+        # Of a parameter that is not sharded a gathered value is a cast: whether it is there changes nothing that is sent.
+        seen = ~0 if unit.world_size > 1 else ~RESIDENT
         bits = zip(slots_of[unit], state.slots, strict=True) if state.slots else ()
         unusual = sorted(
-            (binding.shards[slot].index, held)
+            (binding.shards[slot].index, held & seen)
             for slot, held in bits
-            if binding.shards[slot] in counts and held not in usual
+            if binding.shards[slot] in counts and held & seen not in usual
         )
         said.append(str(unusual) if unusual else "")
         if any(said):

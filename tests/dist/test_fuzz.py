@@ -6,8 +6,22 @@ from collections import Counter
 
 import pytest
 
-from tests.fuzz.__main__ import Failed, play_round
+from tests.fuzz.__main__ import Failed, failure_of, play_round
 from tests.fuzz.cases import Case, Layer
+
+
+# What such jobs have found, as small as they go.
+FOUND = {
+    "a cast is no gather: copies that are whole in bf16, where one rank's graphs break": Case(
+        (Layer("mlp", breaks="one"), Layer("mlp")), plan="fsdp2", mesh="replicate", policy="bf16"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    failure = failure_of(FOUND[name], "aot_eager")
+    assert failure is None, failure
 
 
 @pytest.mark.parametrize("seed", [1, 2])
