@@ -48,6 +48,10 @@ class ModelRunner(Protocol):
         """Whether a forward of the model runs."""
 
     @property
+    def reads_gathered(self) -> bool:
+        """Whether what reads a parameter now, outside any graph, is a forward, or one that a checkpoint recomputes."""
+
+    @property
     def compiled(self) -> bool:
         """Whether graphshard runs the model; else FSDP2's hooks do."""
 
@@ -160,7 +164,7 @@ def _parameter_property(name: str) -> property:
             leaf, spec, more = self.__dict__[key]
             return UNSHARD(leaf, spec) if more is None else _as_seen(leaf, spec, *more)
         engine: ModelRunner = self.__dict__[ENGINE]
-        return engine.unshard_outside(self, name) if engine.running else self._parameters[name]
+        return engine.unshard_outside(self, name) if engine.reads_gathered else self._parameters[name]
 
     return property(inline_only(read))
 

@@ -18,6 +18,7 @@ from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
 from graphshard.capture.parameters_in_forward import FORWARD
 from graphshard.capture.twins import Twins, candidates
+from graphshard.compat.autograd import backward_id
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import moved_tensors, seen_by
 from graphshard.errors import UnsupportedModel
@@ -114,6 +115,11 @@ class Engine:
         return self.holdings.forward.runs
 
     @property
+    def reads_gathered(self) -> bool:
+        """Whether what reads a parameter now, outside any graph, is a forward, or one that a checkpoint recomputes."""
+        return self.running or (self.compiled and torch.is_grad_enabled() and backward_id() != -1)
+
+    @property
     def compiled(self) -> bool:
         """Whether graphshard runs the model; else FSDP2's hooks do."""
         return self._eager.compiled
@@ -169,8 +175,7 @@ class Engine:
             self.context.executed.begin_call()
         if self.units and self.units[0].device.type != "cpu":
             args, kwargs = self._moved_to_device(args, kwargs)
-        self.holdings.begin_forward(module)
-        self._follower.begin_forward(module)
+        self._begin_forward(module)
         try:
             with marked_classes.tracing(), self._prefetch.orders.forward():
                 result = self._entries.call(module, method, args, kwargs)
@@ -180,9 +185,16 @@ class Engine:
             self._forget_forward()
             raise
         finally:
-            self.holdings.forward.runs = False
-            self._outside.clear()
-            self.holdings.end_forward()
+            self._end_forward()
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        self.holdings.begin_forward(module)
+        self._follower.begin_forward(module)
+
+    def _end_forward(self) -> None:
+        self.holdings.forward.runs = False
+        self._outside.clear()
+        self.holdings.end_forward()
 
     def _forget_forward(self) -> None:
         """A forward has failed: no backward will use what it has gathered. But a checkpoint that recomputes one stops
@@ -219,7 +231,14 @@ class Engine:
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
-        full = self._outside.read(self.shards.at(leaf))
+        if self.running:
+            full = self._outside.read(self.shards.at(leaf))
+        else:  # recomputed without a call of any module: a call that does nothing else
+            self._begin_forward(module)
+            try:
+                full = self._outside.read(self.shards.at(leaf))
+            finally:
+                self._end_forward()
         return full if more is None or more[0] is None else marked_classes.as_tensor_parallel(full, *more[0])
 
     # -- FSDP2's methods (see `marked_classes`)

@@ -121,7 +121,7 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         said.append(f"behind {state.behind}" if state.behind != RESHARD else "")
         said.append("" if state.reduces else "unreduced")
         said.append(f"over {state.post_forward[0]}" if state.post_forward else "")
-        # Of a parameter that is not sharded a gathered value is a cast: whether it is there changes nothing that is sent.
+        # What is gathered of parameters that are not sharded is a cast, and changes nothing that is sent.
         seen = ~0 if unit.world_size > 1 else ~RESIDENT
         bits = zip(slots_of[unit], state.slots, strict=True) if state.slots else ()
         unusual = sorted(

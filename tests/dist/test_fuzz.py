@@ -9,11 +9,13 @@ import pytest
 from tests.fuzz.__main__ import Failed, failure_of, play_round
 from tests.fuzz.cases import Case, Layer
 
-
 # What such jobs have found, as small as they go.
 FOUND = {
     "a cast is no gather: copies that are whole in bf16, where one rank's graphs break": Case(
         (Layer("mlp", breaks="one"), Layer("mlp")), plan="fsdp2", mesh="replicate", policy="bf16"
+    ),
+    "a checkpoint recomputes what reads parameters and calls no module": Case(
+        (Layer("list", checkpointed=True, breaks="all"),), units="layers"
     ),
 }
 
