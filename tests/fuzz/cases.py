@@ -169,13 +169,26 @@ def cases() -> st.SearchStrategy[Case]:
 
 def _sensible(case: Case) -> Case:
     """Without what README's limits leave out: jobs whose bits may differ, or that are refused by name."""
-    layers = tuple(_sensible_layer(layer, case, number) for number, layer in enumerate(case.layers))
-    breaks = any(layer.breaks for layer in _walk(layers))
-    one_graph = not breaks and case.regions == "model"
-    if not one_graph:  # sums over regions, of a parameter's gradients, or of those of an activation
-        layers = tuple(_without_cross(layer) for layer in layers)
+    layers = tuple(_sensible_layer(layer, case) for layer in case.layers)
+    found = [*_walk(layers)]
+    in_parts = case.regions == "unit" or any(layer.breaks == "all" or layer.kind in READ_OUTSIDE for layer in found)
+    if in_parts:  # sums over regions; a rank whose graphs break elsewhere in the first call
+        layers = tuple(_of_parts(layer) for layer in layers)
+    one_graph = not in_parts and not any(layer.breaks for layer in found)
     has_budget = case.regions == "model" and case.plan == "auto"
+    if not one_graph:
+        layers = tuple(_without_cross(layer) for layer in layers)
+    layers = (replace(layers[0], again=False), *layers[1:])
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=case.budget_mib if has_budget else 0)
+
+
+# Kinds of layers that read parameters outside any graph, and that write buffers.
+READ_OUTSIDE, WRITE = ("lstm",), ("buffer", "batch_norm")
+
+
+def _of_parts(layer: Layer) -> Layer:
+    inner = tuple(map(_of_parts, layer.inner))
+    return replace(layer, inner=inner, again=False, breaks="all" if layer.breaks else "")
 
 
 def _without_cross(layer: Layer) -> Layer:
@@ -183,16 +196,17 @@ def _without_cross(layer: Layer) -> Layer:
     return replace(layer, kind=kind, inner=tuple(map(_without_cross, layer.inner)))
 
 
-def _sensible_layer(layer: Layer, case: Case, number: int) -> Layer:
-    changed = replace(layer, inner=tuple(_sensible_layer(inner, case, 1) for inner in layer.inner))
+def _sensible_layer(layer: Layer, case: Case) -> Layer:
+    changed = replace(layer, inner=tuple(_sensible_layer(inner, case) for inner in layer.inner))
     if case.policy != "f32":  # dropout in bf16
         changed = replace(changed, dropout=0.0)
-    if changed.kind == "lstm":  # reads its parameters outside any graph
+    # What is recomputed reads outside any graph, or writes twice.
+    if any(inner.kind in (*READ_OUTSIDE, *WRITE) for inner in _walk((changed,))):
         changed = replace(changed, checkpointed=False)
-    if changed.breaks or case.regions == "unit" or number == 0:
+    if changed.breaks:
         changed = replace(changed, again=False)
-    if changed.checkpointed and changed.breaks == "one":  # a checkpoint recomputed around a break on one rank
-        changed = replace(changed, breaks="all")
+    if changed.checkpointed and any(inner.breaks == "one" for inner in _walk((changed,))):
+        changed = _of_parts(changed)
     return changed
 
 
