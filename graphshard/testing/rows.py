@@ -1,7 +1,7 @@
-"""The table of semantics: what eager FSDP2 does according to PyTorch's own tests, row by row.
+"""The table of semantics: what eager FSDP2 does, row by row, and which of PyTorch's own tests say so.
 
 A test names the rows that it shows: ``@pytest.mark.row("S12", "R8")``. S: `fully_shard`, R: `replicate`, B: prefetch in
-backward, A: gradient accumulation, P: pipelines.
+backward, A: gradient accumulation, P: pipelines; X: what PyTorch tests of a model that is not compiled, or not at all.
 """
 
 from __future__ import annotations
@@ -96,4 +96,15 @@ ROWS: tuple[Row, ...] = (
     Row("P3", "pipeline of fully sharded stages, every schedule"),
     Row("P4", "a schedule that unshards and reshards a stage"),
     Row("state", "optimizers, dtypes, loss scaling and checkpoints between steps"),
+    Row("X1", "all-gather extensions of tensor subclasses"),
+    Row("X2", "float8 training of torchao"),
+    Row("X3", "parameters on a mesh of all axes: dp_mesh_dims"),
+    Row("X4", "parameters without elements"),
+    Row("X5", "experts on a mesh of their own, with all-to-all"),
+    Row("X6", "context parallelism around the model"),
+    Row("X7", "several backwards of one forward, over other outputs in each"),
+    Row("X8", "what parameters() yields in forward"),
+    Row("X9", "branches of a model's code, alike and not alike on the ranks"),
+    Row("X10", "engines that change between and inside steps"),
+    Row("X11", "random jobs"),
 )

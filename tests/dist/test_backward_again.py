@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
+pytestmark = pytest.mark.row("X7")
+
 DIM = models.DIM
 Backwards = Callable[[Any, Tensor, Tensor], None]
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from graphshard.following import variants
 from graphshard.testing import TrainingRun, training_test
 
+pytestmark = pytest.mark.row("X9")
+
 DIM = models.DIM
 BRANCHES = ("product", "sum", "squares", "doubled")
 

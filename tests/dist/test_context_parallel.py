@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import models
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.distributed.tensor.experimental import context_parallel
 
 import graphshard
 from graphshard.testing import Bitwise, TrainingRun, training_test
+
+pytestmark = pytest.mark.row("X6")
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 LENGTH = 8

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.testing import Bitwise, TrainingRun, training_test
 
+pytestmark = pytest.mark.row("X4")
+
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
+pytestmark = pytest.mark.row("X10")
+
 
 def eager_in(run: TrainingRun, model: Any) -> Any:
     return nullcontext(model) if run.is_reference else graphshard.eager(model)

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 import graphshard
 from graphshard.testing import Bitwise, TrainingRun, training_test
 
+pytestmark = pytest.mark.row("X5")
+
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 EXPERTS = 2
 

@@ -76,6 +76,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Wrapped], dict[str, bool], MixedPrecis
 }
 
 
+@pytest.mark.row("X1")
 @pytest.mark.parametrize("kind", KINDS)
 @training_test(tolerance=BITWISE)
 def test_what_a_subclass_sends_is_gathered_in_its_units_bucket(run: TrainingRun, kind: str) -> None:
@@ -211,6 +212,7 @@ def gathered_bytes(model: nn.Module) -> int:
     return found
 
 
+@pytest.mark.row("X2")
 @needs_torchao
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("precomputes", [True, False])
@@ -220,6 +222,7 @@ def test_float8_training_of_torchao(run: TrainingRun, policy: MixedPrecisionPoli
     train_float8(run, run.shard(float8(Net()), mp_policy=policy), precomputes)
 
 
+@pytest.mark.row("X2")
 @needs_torchao
 @training_test(
     tolerance=Ulps(64, "Inductor fuses pointwise chains and sums in vector lanes", atol=2e-5), backends=("inductor",)
@@ -229,6 +232,7 @@ def test_float8_training_with_inductor(run: TrainingRun) -> None:
     train_float8(run, run.shard(float8(Net())))
 
 
+@pytest.mark.row("X2")
 @needs_torchao
 @training_test(tolerance=BITWISE, world_size=4, mesh_shape=(2, 2), mesh_axes=("dp", "tp"))
 def test_float8_training_with_tensor_parallelism(run: TrainingRun) -> None:

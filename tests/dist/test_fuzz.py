@@ -26,6 +26,7 @@ def test_found(name: str) -> None:
     assert failure is None, failure
 
 
+@pytest.mark.row("X11")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_jobs_have_the_bits_of_eager_fsdp2(seed: int) -> None:
     refused = Counter[str]()

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.testing import TrainingRun, training_test
 
+pytestmark = pytest.mark.row("X8")
+
 DIM = models.DIM
 
 
