@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import graphshard
 from graphshard.testing import Bitwise, TrainingRun, WorkerPool, training_test
 
-pytestmark = pytest.mark.row("X3")
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="dp_mesh_dims is there from torch 2.13 on"
-)
+pytestmark = [
+    pytest.mark.row("X3"),
+    pytest.mark.skipif(
+        not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="dp_mesh_dims is there from torch 2.13 on"
+    ),
+]
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 
 
