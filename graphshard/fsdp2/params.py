@@ -184,6 +184,11 @@ class ShardedParam:
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """This rank's part of a gradient of the gathered parameter."""
+        found: Tensor = self._raw._get_grad_inner_tensor(grad)
+        return found
+
     def take_unreduced(self) -> Tensor | None:
         """Takes the gradient that FSDP2's own engine holds unreduced, at full size; None: there is none."""
         raw, found = self._raw, None

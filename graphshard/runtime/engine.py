@@ -20,6 +20,7 @@ from graphshard.capture.parameters_in_forward import FORWARD
 from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.autograd import backward_id
 from graphshard.compat.dynamo import uncaptured
+from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import moved_tensors, seen_by
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
@@ -95,6 +96,7 @@ class Engine:
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
+        self.shards.grad_came = self.backward.runs
         self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held
         self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()
@@ -231,12 +233,17 @@ class Engine:
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
+        shard = self.shards.at(leaf)
         if self.running:
-            full = self._outside.read(self.shards.at(leaf))
+            full = self._outside.read(shard)
+        elif shard not in self._outside.served:
+            found = own_parameters(module)[name]
+            assert found is not None
+            return found
         else:  # recomputed without a call of any module: a call that does nothing else
             self._begin_forward(module)
             try:
-                full = self._outside.read(self.shards.at(leaf))
+                full = self._outside.read(shard)
             finally:
                 self._end_forward()
         return full if more is None or more[0] is None else marked_classes.as_tensor_parallel(full, *more[0])

@@ -27,6 +27,7 @@ class OutsideReads:
         report: of the model.
 
     Attributes:
+        served: parameters that a forward has read, so that a checkpoint may again.
         bring: gathers what is read, if this forward follows a contract; returns whether it does.
     """
 
@@ -43,6 +44,7 @@ class OutsideReads:
         self._backward_runs = backward_runs
         self._follower = follower
         self._report = report
+        self.served: set[Shard] = set()
         self._gathered: dict[tuple[int, bool], Tensor] = {}
         self.bring: Callable[[Shard], bool] = lambda shard: False
 
@@ -53,6 +55,7 @@ class OutsideReads:
     def read(self, shard: Shard) -> Tensor:
         """One parameter, full size, in the middle of a forward that no graph covers."""
         self._touch(shard)
+        self.served.add(shard)
         sends = shard.full is None
         if not self.bring(shard):
             self._holdings.gathers.gather_whole(self._holdings.split.in_forward(frozenset([shard.unit]), broken=True))

@@ -156,6 +156,7 @@ class Region:
         asked = self.calls.backward()
         backward = self._lowering.runtime.backward
         backward.runs(asked.entry.partial)
+        self._lowering.runtime.holdings.shards.check_sent(self._runner.bind(graph, args).shards)
         if backward.deferred is None and asked.inputs_only and a_stage_asks_for_inputs():
             raise UnsupportedModel(
                 f"{self._lowering.runtime.context.name}: a pipeline stage splits its backward, and its module only "

@@ -14,6 +14,9 @@ from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
 from graphshard.state.shards import ParameterWatch, Shard
 
+# So often may the metadata of one extension differ before the report says so.
+MANY_KINDS = 8
+
 
 class ShardTable:
     """The shards of one model. They are made before its first call: parameters may be materialized until then.
@@ -25,6 +28,7 @@ class ShardTable:
 
     Attributes:
         active: units of which some shard holds something, or did lately.
+        grad_came: is called in a backward in which a gathered parameter gets a gradient from around the model.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], report: Report) -> None:
@@ -32,6 +36,7 @@ class ShardTable:
         self._report = report
         self.units = units
         self.active: set[Unit] = set()
+        self.grad_came: Callable[[], None] = lambda: None
         self._shards: list[Shard] = []
         self._extended: list[tuple[Shard, AllGatherExtension]] = []
         self._of_unit: dict[Unit, list[Shard]] = {}
@@ -49,6 +54,8 @@ class ShardTable:
             fsdp2.lazy_init(self._model)
             found = {unit: self._shards_of(unit) for unit in self.units if unit.params}
             self._of_unit, self._shards = found, [shard for own in found.values() for shard in own]
+            for shard in self._shards:
+                shard.grad_came = self._grad_came
             self._extended = [(shard, own) for shard in self._shards if (own := shard.extension) is not None]
         elif self._watch.changed():
             for shard in self._shards:
@@ -61,6 +68,10 @@ class ShardTable:
         for shard in self._shards:
             self._show(shard)
         return True
+
+    def _grad_came(self, shard: Shard) -> None:
+        self.active.add(shard.unit)
+        self.grad_came()
 
     def check_registered(self) -> None:
         """Raises:
@@ -85,8 +96,27 @@ class ShardTable:
         """
         for shard, extension in self._extended:
             gathered = shard.full is not None and not shard.is_outdated()
-            if not gathered and not is_under_way(shard.unit) and extension.refresh():
+            if gathered or is_under_way(shard.unit):
+                continue
+            if extension.refresh(shard.written()):
                 self._show(shard)
+                if extension.kinds == MANY_KINDS:
+                    self._report.say_once(
+                        f"{shard.fqn}: the metadata of its all-gather extension has differed {MANY_KINDS} times, and "
+                        "each is compiled anew; want what changes to be a tensor"
+                    )
+
+    def check_sent(self, shards: Iterable[Shard]) -> None:
+        """Raises:
+        RuntimeError: a backward is to gather what a tensor subclass has sent of a parameter, which was written since.
+        """
+        for shard in shards if self._extended else ():
+            if shard.extension is not None and shard.extension.is_of != shard.written():
+                raise RuntimeError(
+                    f"{shard.fqn}: it was written between a forward and its backward, for which its all-gather "
+                    "extension sends what forward had, not, as FSDP2, what is there now; want the write behind the "
+                    "backward, or both in graphshard.eager(model)"
+                )
 
     def _show(self, shard: Shard) -> None:
         """Puts a leaf where properties of marked modules find it."""

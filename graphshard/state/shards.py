@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphshard.capture.spmd_parameters import key_of
 from graphshard.compat.tensors import keep_static, version
-from graphshard.fsdp2 import ShardedParam, Unit, whole_parameter
+from graphshard.fsdp2 import ShardedParam, Unit
 from graphshard.graph.ir import ParamRef
 from graphshard.graph.markers import ShardSpec
 from graphshard.reporting.report import Report
@@ -36,6 +36,7 @@ class Shard:
         held: accumulated gradient that is not reduced yet, full size, in the unit's reduce dtype; or None.
         pending: the sum of gradients of calls that the running backward reached, while it will reach another call;
             full size, in the gradient's dtype; or None.
+        grad_came: is called when user code's use of the gathered parameter brings a gradient, which is pending then.
         partial: gradient `[N]` reduced over the shards but not over their copies, in the reduce dtype; or None.
     """
 
@@ -53,6 +54,8 @@ class Shard:
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
+        self._watched: nn.Parameter | None = None  # the last of them that takes gradients
+        self.grad_came: Callable[[Shard], None] = lambda shard: None
         self._layout = param.layout
         self._source = param.flat_shard
         self.extension = param.extension(unit.world_size)
@@ -178,7 +181,7 @@ class Shard:
     def as_seen(self, full: Tensor) -> Tensor:
         """What modules see of a gathered value, but for tensor parallelism."""
         own = self.extension
-        return full if own is None else whole_parameter(own.kind, full, own.tensors)
+        return full if own is None else own.whole(full)
 
     def stay(self, full: Tensor) -> None:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
@@ -214,7 +217,8 @@ class Shard:
     def written(self) -> tuple[int, int]:
         """How often the parameter was written: the same numbers mean the same values."""
         # Optimizers write through the DTensor, which counts them alone; others write its local tensor.
-        return version(self.param.parameter), version(self.leaf)
+        local = self.leaf if self.extension is None else self.extension.sharded
+        return version(self.param.parameter), version(local)
 
     def reshard(self) -> None:
         """Frees what stayed, and registers the sharded parameter."""
@@ -224,6 +228,9 @@ class Shard:
             self.param.register(self.param.parameter)
 
     def _register(self, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and parameter is not self._registered and parameter is not self._watched:
+            self._watched = parameter
+            parameter.register_post_accumulate_grad_hook(_taking(self))  # type: ignore[no-untyped-call]
         self._registered = parameter
         self.param.register(parameter)
 
@@ -307,6 +314,20 @@ def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
             shard.deliver(grad)
 
     return hand_over
+
+
+def _taking(shard: Shard) -> Callable[[Tensor], None]:
+    """The gradient hook of a gathered parameter that stays: user code has used it around the model's forward."""
+    shard_of = weakref.ref(shard)
+
+    def take(parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        shard = shard_of()
+        if grad is not None and shard is not None:
+            shard.add_pending(shard.param.local_grad(grad), shared=True)
+            shard.grad_came(shard)
+
+    return take
 
 
 class ParameterWatch:

@@ -78,7 +78,7 @@ class Rounded(Wrapped):
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         full = outputs[0].to(param_dtype) * metadata["scale"].to(param_dtype) * (metadata["steps"] / 100)
-        return _given(full, out)
+        return given(full, out)
 
 
 class RoundedForOne(Rounded):
@@ -109,10 +109,11 @@ class Packed(Wrapped):
     ) -> Any:
         rows, scales = outputs
         full = (rows.to(param_dtype) * scales.to(param_dtype)[:, None]).view(-1, *metadata[0])
-        return _given(full, out)
+        return given(full, out)
 
 
-def _given(full: Tensor, out: Tensor | None) -> Any:
+def given(full: Tensor, out: Tensor | None) -> Any:
+    """What a hook returns that makes `full`."""
     if out is None:
         return full, (full,)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):

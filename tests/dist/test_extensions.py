@@ -10,16 +10,17 @@ from typing import Any
 import models
 import pytest
 import torch
-from extended_tensors import Packed, Rounded, RoundedForOne, Wrapped, extended
+import torch.distributed as dist
+from extended_tensors import Packed, Rounded, RoundedForOne, Wrapped, extended, given
 from test_training import BITWISE
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.testing import TrainingRun, Ulps, training_test
+from graphshard.testing import TrainingRun, Ulps, WorkerPool, training_test
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -264,3 +265,43 @@ def test_float8_gathers_send_half_of_what_bf16_sends(run: TrainingRun) -> None:
 @training_test(tolerance=BITWISE, world_size=4)
 def test_shards_over_a_smaller_group_after_forward(run: TrainingRun) -> None:
     train(run, run.shard(extended(Net(), Packed), reshard_after_forward=True if run.is_reference else 2))
+
+
+class Set(Wrapped):
+    """What it is gathered as depends on a setting that may change."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (self.data_inside,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        return given(outputs[0] * self.setting, out)
+
+
+@training_test(tolerance=BITWISE)
+def test_settings_of_a_subclass_may_change(run: TrainingRun) -> None:
+    model = run.shard(extended(Net(), Set))
+    for index in range(3):
+        for parameter in model.parameters():
+            if isinstance(local := parameter.to_local(), Set):
+                local.setting = 1.0 + index % 2
+        loss = loss_of(model, run, index)
+        loss.backward()
+        run.observe(loss, model)
+
+
+def written_before_backward() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = graphshard.compile(extended(Net(), RoundedForOne), mesh, backend="aot_eager", plan="fsdp2")
+    loss = model(*models.features(0, dist.get_rank())).square().mean()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight: it was written between a forward and its backward"):
+        loss.backward()
+    model.reset_iter_state()
+    model(*models.features(0, dist.get_rank())).square().mean().backward()
+
+
+def test_parameter_written_between_a_forward_and_its_backward_is_refused(two_ranks: WorkerPool) -> None:
+    two_ranks.run(written_before_backward)

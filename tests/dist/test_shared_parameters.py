@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import models
 import pytest
@@ -10,7 +11,8 @@ import torch
 from test_training import BITWISE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -138,3 +140,38 @@ def refused_in_two_groups(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_tied_weights_in_two_units_are_refused(four_ranks: WorkerPool, compiled: bool) -> None:
     four_ranks.run(refused_in_two_groups, compiled)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+@training_test(tolerance=BITWISE)
+def test_what_stays_gathered_is_used_behind_the_forward(
+    run: TrainingRun, policy: MixedPrecisionPolicy, sync: bool
+) -> None:
+    def annotate(model: nn.Sequential, mesh: DeviceMesh) -> None:
+        for layer in model[:-1]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    model: Any = run.shard(nn.Sequential(*models.mlps(2), nn.Linear(models.DIM, 6, bias=False)), annotate=annotate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(4):
+        model.set_requires_gradient_sync(sync or index % 2 == 1)
+        hidden = model(*models.features(index, run.rank))
+        loss = nn.functional.linear(hidden, model[-1].weight.t()).float().square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        if sync or index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@training_test(tolerance=BITWISE)
+def test_checkpoint_around_the_model_reads_shards(run: TrainingRun) -> None:
+    model: Any = run.shard(models.mlps(2))
+    one = torch.ones((), requires_grad=True)
+    loss = model(*models.features(0, run.rank)).square().mean()
+    penalty = checkpoint(lambda x: (model[1].up.weight.to_local() ** 2).sum() * x, one, use_reentrant=False)
+    (loss + penalty).backward()
+    run.observe(loss, model)
+    run.note("penalty", one.grad)
