@@ -34,6 +34,7 @@ class GatherOrder(Protocol):
     gather_order: tuple[int, ...]
     reduced: dict[int, int]
     last_reduced: int | None
+    tangents: list[str]
 
 
 class Prefetch:
@@ -127,6 +128,10 @@ class Prefetch:
         wanted, leads = [], True
         for unit, own in binding.in_order(graph.part, graph.gather_order):
             shards: Sequence[Shard] = own
+            # Programs are not told apart by what is frozen (see `state_text`): a backward gathers that itself.
+            if graph.tangents and unit not in split and not any(shard.leaf.requires_grad for shard in own):
+                leads = False
+                continue
             if unit in split:
                 if unit.world_size == 1:
                     continue

@@ -14,6 +14,11 @@ FOUND = {
     "a cast is no gather: copies that are whole in bf16, where one rank's graphs break": Case(
         (Layer("mlp", breaks="one"), Layer("mlp")), plan="fsdp2", mesh="replicate", policy="bf16"
     ),
+    "what is frozen is no state that tells backwards apart": Case(
+        (Layer("buffer", breaks="all", frozen="all"), Layer("mlp")),
+        units="layers",
+        moves=("train", "other_rows", "train"),
+    ),
     "a checkpoint recomputes what reads parameters and calls no module": Case(
         (Layer("list", checkpointed=True, breaks="all"),), units="layers"
     ),
