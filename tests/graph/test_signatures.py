@@ -207,3 +207,12 @@ def test_frozen_parameters_are_not_reduced_and_dtypes_apart() -> None:
 def test_errors_show_of_a_state_what_users_have_set() -> None:
     assert shown_state("0: behind 1 [(0, 1), (1, 1)]; 1: unreduced [(0, 65)]; 3: outside") == "1: unreduced; 3: outside"
     assert shown_state("0: behind 1 [(0, 1)]") == shown_state("") == ""
+
+
+def test_casts_that_stay_are_no_state_that_ranks_share() -> None:
+    """A gathered value of a parameter that is not sharded: one rank has kept it, another has not."""
+    for world_size, is_told in ((1, False), (2, True)):
+        binding = call(FakeShard(FakeUnit("x", 0, world_size=world_size), 0))
+        states = [[replace(USUAL, slots=(bits,))] for bits in (REACHED, REACHED | RESIDENT)]
+        without, kept = (state_text(binding, found, backward=True) for found in states)
+        assert (kept != without) is is_told

@@ -101,6 +101,34 @@ OF_RUNS = (
     ),
     # -- state
     Mutation(
+        "what a tensor subclass sends is that of the first forward",
+        "graphshard/fsdp2/extensions.py",
+        "for part, tensor in zip(sent, inputs, strict=True):",
+        "for part, tensor in () if same else zip(sent, inputs, strict=True):",
+        ("tests/dist/test_extensions.py", "-k", "uneven"),
+    ),
+    Mutation(
+        "gradients of a gathered parameter that is used behind the forward are lost",
+        "graphshard/state/shards.py",
+        "shard.add_pending(shard.param.local_grad(grad), shared=True)",
+        "pass",
+        ("tests/dist/test_shared_parameters.py", "-k", "behind_the_forward"),
+    ),
+    Mutation(
+        "a checkpoint outside the model's forward reads gathered parameters",
+        "graphshard/runtime/engine.py",
+        "elif shard not in self._outside.served:",
+        "elif False:",
+        ("tests/dist/test_shared_parameters.py", "-k", "around_the_model"),
+    ),
+    Mutation(
+        "casts that stay on a rank tell its calls apart",
+        "graphshard/state/signatures.py",
+        "seen = ~0 if unit.world_size > 1 else ~RESIDENT",
+        "seen = ~0",
+        ("tests/graph/test_signatures.py",),
+    ),
+    Mutation(
         "parameters without elements are not told apart",
         "graphshard/state/shards.py",
         "self._source.detach().new_empty(1)[:0]",
