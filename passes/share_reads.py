@@ -8,7 +8,7 @@ Needs: a graph as Dynamo captured it, not yet functional. Leaves: every read of 
 
 Eager FSDP2 has one unsharded parameter per forward: what a forward writes into it, it reads again, and backward sums
 the gradients of all reads before it reduces. A first read under `no_grad` moves before it, if a later one needs a
-gradient.
+gradient. What a tensor subclass makes of its unshard (see `extensions`) is shared likewise.
 """
 
 from __future__ import annotations

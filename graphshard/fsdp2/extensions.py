@@ -2,8 +2,8 @@
 
 FSDP2 calls `fsdp_pre_all_gather` of the sharded tensor before each gather, sends the tensors that it yields, and has
 `fsdp_post_all_gather` make the parameter of what arrives and of the metadata that it also yielded. Here the first is
-called once before a forward, since the parameter does not change until its backward: what it yields is copied to where
-programs read it.
+called once before a forward, and what it yields copied to where programs read it; the parameter must not be written
+between a forward and its backward (see `ShardTable.check_sent`).
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ShardTable:
         RuntimeError: a backward is to gather what a tensor subclass has sent of a parameter, which was written since.
         """
         for shard in shards if self._extended else ():
-            if shard.extension is not None and shard.extension.is_of != shard.written():
+            if (own := shard.extension) is not None and shard.full is None and own.is_of != shard.written():
                 raise RuntimeError(
                     f"{shard.fqn}: it was written between a forward and its backward, for which its all-gather "
                     "extension sends what forward had, not, as FSDP2, what is there now; want the write behind the "

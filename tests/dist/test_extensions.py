@@ -60,13 +60,7 @@ def loss_of(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
 
 
 def train(run: TrainingRun, model: nn.Module, steps: int = 3) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for index in range(steps):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_of, steps=steps)
 
 
 KINDS: dict[str, tuple[Callable[[Tensor], Wrapped], dict[str, bool], MixedPrecisionPolicy]] = {
@@ -193,14 +187,9 @@ def train_float8(run: TrainingRun, model: nn.Module, precomputes: bool = True) -
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for index in range(3):
-        loss = loss_of(model, run, index)
-        loss.backward()
-        run.observe(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if precomputes:  # one all-reduce for the whole model; else each weight's hook has one
-            precompute_float8_dynamic_scale_for_fsdp(model)
+    if precomputes:  # one all-reduce for the whole model; else each weight's hook has one
+        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+    run.train(model, optimizer, loss_of)
 
 
 def gathered_bytes(model: nn.Module) -> int:
