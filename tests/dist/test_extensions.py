@@ -268,6 +268,26 @@ class Set(Wrapped):
         return given(outputs[0] * self.setting, out)
 
 
+class Clamped(nn.Module):
+    """Writes into what was gathered, then reads it by another read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(max=0.05)
+        out: Tensor = self.linear(x)
+        return out
+
+
+@training_test(tolerance=BITWISE)
+def test_what_forward_writes_its_later_reads_see(run: TrainingRun) -> None:
+    model = nn.Sequential(Clamped(), nn.Linear(models.DIM, 4))
+    train(run, run.shard(extended(model, RoundedForOne), reshard_after_forward=False), steps=1)
+
+
 @training_test(tolerance=BITWISE)
 def test_settings_of_a_subclass_may_change(run: TrainingRun) -> None:
     model = run.shard(extended(Net(), Set))

@@ -7,6 +7,13 @@ from tests.mutations.mutation import Mutation
 OF_GRAPHS = (
     # -- capture
     Mutation(
+        "a tensor subclass makes another parameter of each read",
+        "passes/share_reads.py",
+        "elif is_call(node, EXTENDED):",
+        "elif False:",
+        ("tests/dist/test_extensions.py", "-k", "later_reads"),
+    ),
+    Mutation(
         "parameters() in forward gathers those of units whose forward does not run",
         "graphshard/capture/parameters_in_forward.py",
         "gathered = FORWARD in held and held[FORWARD].runs",
