@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,3 +67,11 @@ class Decision:
     plan: ProgramPlan
     budget_bytes: int
     kept: tuple[str, ...] | None = None
+
+
+def bucket_name(kind: str, units: Sequence[str], taken: Counter[str]) -> str:
+    """A name of a bucket that no other of the program has. `taken`: those of the others; it gets this one."""
+    names = [unit or "root" for unit in units]
+    name = f"{kind}:{names[0]}" + (f"..{names[-1]}" if len(names) > 1 else "")
+    taken[name] += 1
+    return name + (f"#{taken[name]}" if taken[name] > 1 else "")

@@ -9,9 +9,9 @@ from graphshard.planner.baselines import fixed_size_schedule, fsdp2_schedule, pe
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, Choice, best_schedule
 from graphshard.planner.live_memory import LiveBytes, live_by_category
-from graphshard.planner.prefetch_depth import Depth, choose_depth
 from graphshard.planner.problem import GatherTask, OwnCollective, Problem, ReductionTask, Tasks, Transfer, is_coalesced
 from graphshard.planner.realised import OrderImpossible, realised_schedule
+from graphshard.planner.regions import RegionRun, pass_problem
 from graphshard.planner.residency import choose_residency, with_residency
 from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, StepKind, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
@@ -21,7 +21,6 @@ __all__ = [
     "Bucket",
     "BudgetTooSmall",
     "Choice",
-    "Depth",
     "Event",
     "Exposure",
     "GatherTask",
@@ -30,6 +29,7 @@ __all__ = [
     "OwnCollective",
     "Problem",
     "ReductionTask",
+    "RegionRun",
     "Schedule",
     "ScheduledStep",
     "Simulation",
@@ -39,13 +39,13 @@ __all__ = [
     "accumulation_choice",
     "best_schedule",
     "check_schedule",
-    "choose_depth",
     "choose_residency",
     "fixed_size_schedule",
     "fsdp2_schedule",
     "is_coalesced",
     "live_by_category",
     "lower_bound_us",
+    "pass_problem",
     "per_parameter_schedule",
     "realised_schedule",
     "simulate",

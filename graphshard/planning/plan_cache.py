@@ -33,7 +33,7 @@ log = logging.getLogger("graphshard")
 T = TypeVar("T")
 
 
-def remembered_schedule(problem: Problem, budget_bytes: int) -> Choice:
+def remembered_schedule(problem: Problem, budget_bytes: int | None) -> Choice:
     """As `best_schedule`.
 
     Raises:
@@ -45,7 +45,7 @@ def remembered_schedule(problem: Problem, budget_bytes: int) -> Choice:
         schedule = Schedule(buckets, tuple(ScheduledStep(*step) for step in entry["steps"]))
         check_schedule(problem, schedule)
         simulation = simulate(problem, schedule)
-        if simulation.peak_bytes > budget_bytes:
+        if budget_bytes is not None and simulation.peak_bytes > budget_bytes:
             raise ValueError(f"allocates {simulation.peak_bytes} bytes, want at most {budget_bytes}")
         baselines = tuple((str(name), float(us), int(peak)) for name, us, peak in entry["baselines"])
         return Choice(schedule, simulation, lower_bound_us(problem), str(entry["name"]), baselines)

@@ -19,13 +19,14 @@ from graphshard.agree.agreement import Posted
 from graphshard.agree.contract import Contract
 from graphshard.agree.ranks_alike import DEADLINE_S
 from graphshard.graph.ir import PassContext
-from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan
+from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan, bucket_name
 from graphshard.plan_file import Plan, ProgramProblem, plan_digest, program_name, replay
 from graphshard.planner import (
     Accumulation,
     BudgetTooSmall,
     Choice,
     Problem,
+    RegionRun,
     Schedule,
     Tasks,
     accumulation_choice,
@@ -38,6 +39,7 @@ from graphshard.planner import (
     with_residency,
 )
 from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.pass_plan import region_run
 from graphshard.planning.plan_cache import remembered_residency, remembered_schedule
 from graphshard.planning.realising import realise
 from graphshard.version import __version__
@@ -133,7 +135,7 @@ class RegionPlanning:
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
         self._behind: Problem | None = None  # the backward, as FSDP2's flags have it
         self._accumulation: Accumulation | None = None
-        self._problems: dict[Graph, Problem] = {}
+        self._runs: dict[Graph, RegionRun] = {}
         self.latest: Decision | None = None
         self.replayed = False
         self.spent_s = 0.0
@@ -282,11 +284,11 @@ class RegionPlanning:
                     raise BudgetTooSmall(f"{error}; {its}") from None
             raise
 
-    def problem(self, graph: Graph, ctx: PassContext) -> Problem:
-        """What there is to plan of a marked graph; read once, for all equal blocks that share it."""
-        if (found := self._problems.get(graph)) is None:
+    def run_of(self, graph: Graph, ctx: PassContext) -> RegionRun:
+        """One run of a region in a pass, as its marked graph shows it, but for names: equal blocks share it."""
+        if (found := self._runs.get(graph)) is None:
             with self._spending():
-                found = self._problems[graph] = extract_problem(graph, ctx, self._planning.scene)
+                found = self._runs[graph] = region_run(graph, ctx, extract_problem(graph, ctx, self._planning.scene))
         return found
 
     def coalesces(self, kind: str, members: Sequence[str]) -> bool:
@@ -364,11 +366,10 @@ def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
     buckets = []
     for number, bucket in enumerate(schedule.buckets):
         members = schedule.members(problem, number)
-        units = list(dict.fromkeys(member.unit or "root" for member in members))
-        name = f"{bucket.kind}:{units[0]}" + (f"..{units[-1]}" if len(units) > 1 else "")
-        names[name] += 1
-        suffix = f"#{names[name]}" if names[name] > 1 else ""
-        buckets.append(PlannedBucket(name + suffix, bucket.kind, tuple(member.fqn for member in members)))
+        units = list(dict.fromkeys(member.unit for member in members))
+        buckets.append(
+            PlannedBucket(bucket_name(bucket.kind, units, names), bucket.kind, tuple(m.fqn for m in members))
+        )
     ends = (*problem.ops, END)
     steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.steps)
     return ProgramPlan(tuple(buckets), tuple(steps))

@@ -59,6 +59,5 @@ class _Naming(TorchFunctionMode):
 @contextmanager
 def named_events(record: ProgramRecord, shards: Sequence[NamedShard]) -> Iterator[None]:
     """Inside, one run of a program for `shards` shows by name in the profiler's trace, and so do its collectives."""
-    where = "one unit" if record.region < 0 else f"region {record.region}"
-    with record_function(f"{PREFIX}{record.direction} of {where} [{record.flags}]"), _Naming(record, shards):
+    with record_function(f"{PREFIX}{record.direction} of {record.where} [{record.flags}]"), _Naming(record, shards):
         yield

@@ -58,8 +58,8 @@ class ProgramRecord:
     """One lowered program.
 
     Attributes:
-        region: number of the region it was lowered from; -1: it gathers or reduces one unit, outside any region.
-        direction: ``"forward"``, ``"backward"`` or ``"inference"``; ``"unshard"`` or ``"reduce"`` for one unit.
+        region: number of the region it was lowered from; -1: it gathers or reduces whole units, outside any region.
+        direction: ``"forward"``, ``"backward"`` or ``"inference"``; ``"unshard"`` or ``"reduce"`` for whole units.
         flags: the run-time state that it serves.
         runs: how often it ran.
         collectives: launches of one run by kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``.
@@ -93,6 +93,12 @@ class ProgramRecord:
     launched: tuple[Launched, ...] = field(default=(), repr=False)
     parameters: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+
+    @property
+    def where(self) -> str:
+        """What it was lowered from, in words."""
+        units = len({unit for unit, _ in self.parameters})
+        return f"region {self.region}" if self.region >= 0 else "one unit" if units == 1 else f"{units} units"
 
     def carried_for(self, position: int, shards: Sequence[NamedShard]) -> tuple[str, tuple[str, ...]]:
         """The bucket of an entry of `order` and the parameters in it, in a run for `shards`: equal blocks share it."""
@@ -187,9 +193,8 @@ class Report:
         lines += [f"  {line}" for line in self.units]
         for p in self.programs:
             counts = ", ".join(f"{count} {kind}" for kind, count in p.collectives.items() if count) or "no collective"
-            where = "one unit" if p.region < 0 else f"region {p.region}"
             lines.append(
-                f"  {where} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
+                f"  {p.where} {p.direction:9} [{p.flags}] {p.runs} runs: {counts}; "
                 f"passes {p.passes_s * 1e3:.0f} ms, planner {p.planner_s * 1e3:.0f} ms, "
                 f"compile {p.compile_s:.1f} s"
             )

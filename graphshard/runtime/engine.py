@@ -91,7 +91,7 @@ class Engine:
         self._optimizer_event: Any = None
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
         backend = make_backend(self._runtime, options.backend)
-        self._entries = EntryPoints(model, options, backend, self.twins, context.report)
+        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings.forward)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)

@@ -23,7 +23,7 @@ from graphshard.errors import RanksDiffer, TwinsMoved
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
-from graphshard.reporting.report import Report
+from graphshard.state.running_forward import RunningForward
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EntryPoints:
         options: how to compile it.
         backend: for Dynamo.
         twins: blocks of the model that may be alike.
-        report: counts what has run.
+        forward: of the model, that runs.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class EntryPoints:
         options: Options,
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
         twins: Twins,
-        report: Report,
+        forward: RunningForward,
     ) -> None:
         self._twins = twins
-        self._report = report
+        self._forward = forward
         self._options = options
         self._backend = backend
         self._model = model
@@ -96,13 +96,13 @@ class EntryPoints:
         if (kind := self._kinds.get(id(module))) is None:
             kind = self._kinds[id(module)] = shared_code_key(module)
         note_compiles()
-        runs = self._report.runs
+        runs = self._forward.regions_run
         try:
             with guarded_hooks():
                 try:
                     return self._function(module, kind, method)(module, args, kwargs)
                 except TwinsMoved:
-                    if self._report.runs != runs:
+                    if self._forward.regions_run != runs:
                         raise
                 return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:

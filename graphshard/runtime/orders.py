@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-G = TypeVar("G")
+from graphshard.fsdp2 import Unit
+from graphshard.planner import RegionRun
+from graphshard.planning.pass_plan import PassPlan
+
+
+class OfUnit(Protocol):
+    """What a step gathers."""
+
+    @property
+    def unit(self) -> Unit:
+        """Of which unit."""
+
+
+G = TypeVar("G", bound=OfUnit)
+MakesRun = Callable[[], RegionRun | None]
 
 # How many orders are kept of one kind of pass: a model that runs other modules in each step has ever new ones.
 MAX_ORDERS = 8
@@ -37,15 +51,24 @@ class Order(Generic[G]):
         kind: of pass.
         steps: in order.
         gathers: for each step, what it had to gather in some pass, by the name of the unit.
+        reductions: likewise, the units whose gradients were reduced behind it.
+        runs: for each step, makes what there is to plan of it.
         agreed: whether all ranks are known to have it.
-        depth: how many of the next steps that gather anything are gathered ahead.
+        plan: what is gathered and reduced together, and when; None: as in FSDP2.
     """
 
     kind: str
     steps: tuple[PassStep, ...]
     gathers: tuple[dict[str, G], ...]
+    reductions: tuple[dict[str, Unit], ...]
+    runs: tuple[MakesRun, ...]
     agreed: bool = False
-    depth: int = 1
+    plan: PassPlan | None = None
+
+    def units(self) -> list[Unit]:
+        """All that are gathered or reduced."""
+        gathered = [found.unit for gathers in self.gathers for found in gathers.values()]
+        return list(dict.fromkeys([*gathered, *(unit for reduced in self.reductions for unit in reduced.values())]))
 
     def following(self, position: int) -> Iterator[list[G]]:
         """What the steps behind `position` gather, of those that gather anything."""
@@ -55,13 +78,22 @@ class Order(Generic[G]):
 
 
 @dataclass
+class Launched:
+    """How many of the gathers and of the reductions of a plan."""
+
+    gathers: int = 0
+    reductions: int = 0
+
+
+@dataclass
 class RunningPass(Generic[G]):
     """A pass under way.
 
     Attributes:
         kind: of pass.
         known: orders that begin as this one did so far, the latest first.
-        steps, gathers: so far.
+        steps, gathers, reductions, runs: so far.
+        launched: what of the plan.
         expected: what the last known order had in the place where this pass left it, None where it did not.
     """
 
@@ -69,13 +101,18 @@ class RunningPass(Generic[G]):
     known: list[Order[G]]
     steps: list[PassStep] = field(default_factory=list)
     gathers: list[dict[str, G]] = field(default_factory=list)
+    reductions: list[dict[str, Unit]] = field(default_factory=list)
+    runs: list[MakesRun] = field(default_factory=list)
+    launched: Launched = field(default_factory=Launched)
     expected: PassStep | None = None
 
-    def follow(self, step: PassStep, gathers: Mapping[str, G]) -> Order[G] | None:
+    def follow(self, step: PassStep, gathers: Mapping[str, G], run: MakesRun) -> Order[G] | None:
         """Takes one step; returns the order that is followed, None where there is none."""
         position = len(self.steps)
         self.steps.append(step)
         self.gathers.append(dict(gathers))
+        self.reductions.append({})
+        self.runs.append(run)
         if not self.known:
             return None
         last = self.known[0]
@@ -108,9 +145,11 @@ class Orders(Generic[G]):
                 known.insert(0, order)
                 for gathers, latest in zip(order.gathers, running.gathers, strict=True):
                     gathers.update(latest)
+                for reductions, reduced in zip(order.reductions, running.reductions, strict=True):
+                    reductions.update(reduced)
                 return order
         if len(known) == MAX_ORDERS:
             return None
-        order = Order(running.kind, steps, tuple(running.gathers))
+        order = Order(running.kind, steps, tuple(running.gathers), tuple(running.reductions), tuple(running.runs))
         known.insert(0, order)
         return order

@@ -112,7 +112,7 @@ class OutsideReads:
         if record is None:
             shard.report.eager_reductions[shard.fqn] += 1  # at the end of this backward, with the rest of its unit
         elif shard.unit.reduce_grads and not shard.unit.reduce_unused:
-            self._programs.reduce(shard.unit, [shard], record)
+            self._programs.reduce([shard], record)
 
 
 class _Read(torch.autograd.Function):

@@ -1,21 +1,19 @@
-"""What happens between regions: a region launches the first gathers of the next one, and the last reduction of a region
-goes on behind it.
+"""What happens between regions: gathers that later regions need are launched, and reductions go on behind a region.
 
-Gathers are launched one region ahead, or as many as `memory_budget` has room for, in an order that all ranks are known
-to have (see `region_orders`).
+In an order that all ranks are known to have (see `region_orders`) units are gathered and reduced together, as was
+planned for the whole pass, or, without a plan, each alone, one region ahead.
 Source: FSDP2's implicit prefetch, one unit ahead, and its one reduce-scatter under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
 from graphshard.fsdp2 import Unit
-from graphshard.planner import Problem
-from graphshard.runtime.orders import Order, PassStep, RunningPass
-from graphshard.runtime.region_orders import RegionOrders, Wanted
+from graphshard.runtime.orders import MakesRun, PassStep, RunningPass
+from graphshard.runtime.region_orders import Followed, RegionOrders, Wanted, is_missing
 from graphshard.state.binding import Binding
 from graphshard.state.calls import BackwardRequest
 from graphshard.state.holdings import Holdings
@@ -54,6 +52,7 @@ class Prefetch:
         self._report = context.report
         self._holdings = holdings
         self._every = every
+        self._step: RunningPass[Wanted] | None = None
         self.orders = RegionOrders(context, holdings)
 
     # -- before a program runs
@@ -64,36 +63,28 @@ class Prefetch:
             return frozenset()
         return frozenset(unit for unit in binding.units if unit not in binding.parts and _is_plain(unit))
 
-    def before_forward(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], problem: Callable[[], Problem | None]
-    ) -> None:
+    def before_forward(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], run: MakesRun) -> None:
         """Gathers what a forward needs from outside, and launches gathers of the next regions.
 
         Args:
             graph: about to run.
             binding: its shards.
             split: units that are gathered as a whole.
-            problem: of `graph`, to plan with those of other regions.
+            run: makes what there is to plan of `graph` with other regions.
         """
-        if not binding.units:
-            return
-        wanted = self._gather_now(graph, binding, split, self._stays_behind_forward)
-        self._launch_ahead(
-            self.orders.of_forward(), "forward", binding, wanted, problem, stays=self._stays_behind_forward
-        )
+        if binding.units:
+            self._before(
+                self.orders.of_forward(), "forward", graph, binding, split, run, stays=self._stays_behind_forward
+            )
 
     def before_backward(
-        self,
-        graph: GatherOrder,
-        binding: Binding,
-        split: frozenset[Unit],
-        asked: BackwardRequest,
-        problem: Callable[[], Problem | None],
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], asked: BackwardRequest, run: MakesRun
     ) -> None:
         """The same for a backward. `asked`: of it.
 
         Behind that of a whole call nothing is launched: a rank that follows it may not have its graph.
         """
+        self._step = None
         gathers = self._holdings.gathers
         if graph.part or not binding.units:
             gathers.finish_used(binding.units)
@@ -101,24 +92,42 @@ class Prefetch:
                 if unit in split:
                     gathers.gather_whole(frozenset([unit]))
             return
-        wanted = self._gather_now(graph, binding, split, _stays_behind_backward)
         is_whole_call = asked.role is not None and asked.role.leg is None
         running = None if is_whole_call else self.orders.of_backward(asked.entry)
-        self._launch_ahead(running, "backward", binding, wanted, problem, stays=_stays_behind_backward)
+        self._step = running
+        self._before(running, "backward", graph, binding, split, run, stays=_stays_behind_backward)
 
     def _stays_behind_forward(self, unit: Unit) -> bool:
         return self._holdings.residency.behind_forward(unit) == KEEP
 
-    def _gather_now(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], stays: Callable[[Unit], bool]
-    ) -> list[Wanted]:
-        """Gathers what the program does not; returns that, and what else could be gathered before it."""
-        gathers, wanted = self._holdings.gathers, self._wanted(graph, binding, split)
+    def _before(
+        self,
+        running: RunningPass[Wanted] | None,
+        direction: str,
+        graph: GatherOrder,
+        binding: Binding,
+        split: frozenset[Unit],
+        run: MakesRun,
+        stays: Callable[[Unit], bool],
+    ) -> None:
+        gathers = self._holdings.gathers
         gathers.finish_used(binding.units)
+        wanted = self._wanted(graph, binding, split)
+        followed: Followed | None = None
+        if running is not None:
+            names = tuple(unit.name for unit in self._holdings.shards.in_order(binding.unit_set))
+            followed = self.orders.follow(running, PassStep(direction, names), wanted, run)
+        if followed is None or followed.order.plan is None:
+            self._holdings.reductions.launch_put_off()
+        else:
+            for found in followed.gathers():
+                gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
         for unit, shards, whole in wanted:
             if whole or self._every:
-                gathers.gather(unit, shards, whole or stays(unit), ahead=False)
-        return wanted
+                gathers.gather(unit, shards, whole or stays(unit))
+        gathers.finish_used(binding.units)
+        for unit, shards, whole in self._ahead(followed, direction, binding):
+            gathers.launch_ahead([(unit, shards, whole or stays(unit))])
 
     def _wanted(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit]) -> list[Wanted]:
         """What can be gathered before the program, of what is not gathered now.
@@ -138,30 +147,17 @@ class Prefetch:
                 shards = self._holdings.shards.of(unit)
             elif unit in binding.parts or not (self._every or leads) or not _is_plain(unit):
                 continue
-            if any(map(_is_missing, shards)):
+            if any(map(is_missing, shards)):
                 wanted.append(Wanted(unit, shards, unit in split))
                 leads = leads and unit in split
         return wanted
 
-    def _launch_ahead(
-        self,
-        running: RunningPass[Wanted] | None,
-        direction: str,
-        binding: Binding,
-        wanted: list[Wanted],
-        problem: Callable[[], Problem | None],
-        stays: Callable[[Unit], bool],
-    ) -> None:
-        ahead: list[Wanted] = []
-        if running is not None:
-            names = tuple(unit.name for unit in self._holdings.shards.in_order(binding.unit_set))
-            if (found := self.orders.follow(running, PassStep(direction, names), wanted, problem)) is not None:
-                ahead = _of_next_regions(*found)
+    def _ahead(self, followed: Followed | None, direction: str, binding: Binding) -> list[Wanted]:
+        """What is gathered alone, ahead of the region that needs it."""
         chosen = [found for unit in binding.units for found in self._chosen(unit, direction, binding)]
-        if direction == "backward" and chosen:
-            ahead = []  # as in FSDP2, a choice replaces what would be prefetched in backward
-        for unit, shards, whole in (*chosen, *ahead):
-            self._holdings.gathers.gather(unit, shards, whole or stays(unit), ahead=True)
+        if followed is None or followed.order.plan is not None or (chosen and direction == "backward"):
+            return chosen  # as in FSDP2, a choice replaces what would be prefetched in backward
+        return [*chosen, *_of_next_region(followed)]
 
     # -- what users have chosen
 
@@ -188,6 +184,25 @@ class Prefetch:
                 )
 
     # -- behind a backward
+
+    def reduce_behind(self, units: Iterable[Unit]) -> None:
+        """Launches the reductions of `units`, in the model's order, behind the backward that `before_backward` began,
+        or puts them off until others are launched with them.
+        """
+        reductions = self._holdings.reductions
+        followed = None if self._step is None else self.orders.followed(self._step)
+        units = self._holdings.shards.in_order(frozenset(units))
+        if self._step is not None:
+            self._step.reductions[-1].update({unit.name: unit for unit in units})
+        for unit in units:
+            if followed is not None and followed.will_reduce(unit):
+                reductions.put_off(unit)
+            else:
+                reductions.launch([unit])
+        if followed is not None:
+            for names, under_way in followed.reductions():
+                reductions.wait(under_way)
+                reductions.launch_put_off(names)
 
     def reduced_behind(
         self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], asked: BackwardRequest
@@ -223,18 +238,6 @@ class Prefetch:
         )
 
 
-def _of_next_regions(order: Order[Wanted], position: int) -> list[Wanted]:
-    """What the next regions need that have anything to gather."""
-    found: list[Wanted] = []
-    depth = 0
-    for gathers in islice(order.following(position), HORIZON):
-        if missing := [wanted for wanted in gathers if _is_missing(wanted.shards[0])]:
-            found += missing
-            if (depth := depth + 1) == order.depth:
-                break
-    return found
-
-
 def _stays_behind_backward(unit: Unit) -> bool:
     return not unit.reshard_after_backward
 
@@ -244,6 +247,9 @@ def _is_plain(unit: Unit) -> bool:
     return unit.world_size > 1 and unit.post_forward_mesh is None and not unit.settings().custom_all_gather
 
 
-def _is_missing(shard: Shard) -> bool:
-    """Whether a parameter is not gathered, not even over a smaller group."""
-    return shard.full is None and shard.post_forward is None
+def _of_next_region(followed: Followed) -> list[Wanted]:
+    """What the next region needs that has anything to gather."""
+    for gathers in islice(followed.order.following(followed.position), HORIZON):
+        if missing := [wanted for wanted in gathers if is_missing(wanted.shards[0])]:
+            return missing
+    return []

@@ -93,7 +93,7 @@ class ProgramSelection:
         holdings = self._lowering.runtime.holdings
         split = holdings.split.in_forward(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self._lowering.runtime.prefetch.before_forward(
-            graph, binding, split, partial(self._lowering.problem, graph, binding)
+            graph, binding, split, partial(self._lowering.run_of, graph, binding)
         )
         holdings.forward.regions_run += 1
         return self.program(graph, binding, forward_states(holdings, binding))
@@ -109,7 +109,7 @@ class ProgramSelection:
         """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
         runtime = self._lowering.runtime
         split = runtime.holdings.split.in_backward(binding) if binding.parts else frozenset[Unit]()
-        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._lowering.problem, graph, binding))
+        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._lowering.run_of, graph, binding))
         behind = frozenset[Unit]()
         if runtime.backward.deferred is None:
             behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
@@ -124,10 +124,8 @@ class ProgramSelection:
         """Reduces what the program has left, and frees what was gathered for it."""
         holdings = self._lowering.runtime.holdings
         _free(selected.binding)  # another call will gather it again
-        for unit in selected.behind:
-            holdings.reductions.launch(unit)
-        if selected.ended:
-            holdings.reductions.end_split(selected.ended)
+        ended = holdings.reductions.end_split(selected.ended) if selected.ended else []
+        self._lowering.runtime.prefetch.reduce_behind([*selected.behind, *ended])
 
     def _with_accumulation(
         self,

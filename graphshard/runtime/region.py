@@ -156,7 +156,8 @@ class Region:
         asked = self.calls.backward()
         backward = self._lowering.runtime.backward
         backward.runs(asked.entry.partial)
-        self._lowering.runtime.holdings.shards.check_sent(self._runner.bind(graph, args).shards)
+        binding = self._runner.bind(graph, args)
+        self._lowering.runtime.holdings.shards.check_sent(binding.shards)
         if backward.deferred is None and asked.inputs_only and a_stage_asks_for_inputs():
             raise UnsupportedModel(
                 f"{self._lowering.runtime.context.name}: a pipeline stage splits its backward, and its module only "
@@ -164,7 +165,7 @@ class Region:
                 "or `dw_builder=graphshard.weight_backward(model)`"
             )
         # A pipeline's schedule reduces gradients later; any other backward does all of its work at once.
-        if backward.deferred is None or any(unit.reduce_grads for unit in self._runner.bind(graph, args).units):
+        if backward.deferred is None or any(unit.reduce_grads for unit in binding.units):
             return self._run_asked(graph, args, asked)
         if self._split is None:
             self._split = split_graph(graph)

@@ -40,7 +40,7 @@ from graphshard.lowering.driver import Lowered
 from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.plan_file import PlanMismatch, program_flags
-from graphshard.planner import BudgetTooSmall, Problem
+from graphshard.planner import BudgetTooSmall, RegionRun
 from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
@@ -167,10 +167,14 @@ class RegionLowering:
         fuses = fuses_on(binding.device, self.runtime.context.report.say_once)
         return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
 
-    def problem(self, graph: MarkedGraph, binding: Binding) -> Problem | None:
-        """What there would be to plan of a graph that gathers and reduces everything."""
+    def run_of(self, graph: MarkedGraph, binding: Binding) -> RegionRun | None:
+        """One run of a graph that gathers and reduces everything, for the plan of a whole pass."""
+        if self._planner is None:
+            return None
         ctx = self._usual_context(graph.direction, graph.gm, binding)
-        return None if self._planner is None else self._planner.problem(graph.gm.graph, ctx)
+        run = self._planner.run_of(graph.gm.graph, ctx)
+        pairs = zip(graph.slots, binding.shards, strict=True)
+        return run.renamed({ctx.params[name].fqn: (shard.fqn, shard.unit.name) for (name, _), shard in pairs})
 
     def check_slots(self, graph: MarkedGraph) -> None:
         """Raises:

@@ -5,8 +5,9 @@ What is launched ahead is a function of the calls so far, so it is the same on e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,13 @@ import torch
 from graphshard.agree.agreement import Posted, post_to_group
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
 from graphshard.fsdp2 import Unit
-from graphshard.planner import Problem, choose_depth
-from graphshard.runtime.orders import Order, Orders, PassStep, RunningPass
+from graphshard.planning.pass_plan import PassPlan, plan_pass
+from graphshard.runtime.orders import MakesRun, Order, Orders, PassStep, RunningPass
 from graphshard.state.calls import Entry
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
+from graphshard.state.unit_state import KEEP
 
 
 class Wanted(NamedTuple):
@@ -28,6 +30,54 @@ class Wanted(NamedTuple):
     unit: Unit
     shards: Sequence[Shard]
     whole: bool
+
+
+def is_missing(shard: Shard) -> bool:
+    """Whether a parameter is not gathered, not even over a smaller group."""
+    return shard.full is None and shard.post_forward is None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A step of a pass that follows a known order.
+
+    Attributes:
+        order: that is followed.
+        running: the pass.
+    """
+
+    order: Order[Wanted]
+    running: RunningPass[Wanted]
+
+    @property
+    def position(self) -> int:
+        """Of the step."""
+        return len(self.running.steps) - 1
+
+    def gathers(self) -> Iterator[list[Wanted]]:
+        """What the plan has gathered together, up to here; each once."""
+        planned = () if self.order.plan is None else self.order.plan.gathers
+        launched = self.running.launched
+        while launched.gathers < len(planned) and planned[launched.gathers].launch <= self.position:
+            units = planned[launched.gathers].units
+            launched.gathers += 1
+            found = [self.order.gathers[place].get(name) for name, place in units if place >= self.position]
+            yield [wanted for wanted in found if wanted is not None and any(map(is_missing, wanted.shards))]
+
+    def will_reduce(self, unit: Unit) -> bool:
+        """Whether the plan has the unit reduced together with others."""
+        planned = () if self.order.plan is None else self.order.plan.reductions
+        return any(unit.name in group.units for group in planned[self.running.launched.reductions :])
+
+    def reductions(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        """What the plan has reduced together, up to behind this step, each once; and how many may be under way."""
+        planned = () if self.order.plan is None else self.order.plan.reductions
+        launched = self.running.launched
+        while launched.reductions < len(planned) and planned[launched.reductions].launch <= self.position + 1:
+            group = planned[launched.reductions]
+            under_way = sum(before.wait > group.launch for before in planned[: launched.reductions])
+            launched.reductions += 1
+            yield group.units, under_way
 
 
 class RegionOrders:
@@ -46,7 +96,6 @@ class RegionOrders:
         self._holdings = holdings
         self._orders: Orders[Wanted] = Orders()
         self._posted: dict[int, list[Posted]] = {}  # by identity of an order
-        self._problems: dict[PassStep, Callable[[], Problem | None]] = {}
         self._forward: RunningPass[Wanted] | None = None
         self._backward: RunningPass[Wanted] | None = None
         self._backward_id = -1
@@ -96,13 +145,12 @@ class RegionOrders:
 
     def _end(self, running: RunningPass[Wanted]) -> None:
         order = self._orders.end(running)
-        if order is None or id(order) in self._posted or len(order.steps) < 2 or not any(order.gathers):
+        if order is None or id(order) in self._posted or len(order.steps) < 2 or not order.units():
             return  # nothing to launch ahead: ranks may differ
         groups: dict[str, set[str]] = {}
-        for gathers in order.gathers:
-            for name, (unit, *_) in gathers.items():
-                for group in filter(None, (unit.group_name, unit.replicate_group_name)):
-                    groups.setdefault(group, set()).add(name)
+        for unit in order.units():
+            for group in filter(None, (unit.group_name, unit.replicate_group_name)):
+                groups.setdefault(group, set()).add(unit.name)
         what = f"{self._context.name}: {running.kind}"
         posts = (post_to_group(group, what, _lines(order, names)) for group, names in sorted(groups.items()))
         self._posted[id(order)] = [posted for posted in posts if posted is not None]
@@ -114,21 +162,20 @@ class RegionOrders:
         running: RunningPass[Wanted],
         step: PassStep,
         wanted: Sequence[Wanted],
-        problem: Callable[[], Problem | None],
-    ) -> tuple[Order[Wanted], int] | None:
-        """Takes a step; returns the known order that the pass follows and the place of the step in it.
+        run: MakesRun,
+    ) -> Followed | None:
+        """Takes a step; None: the pass follows no known order.
 
         Args:
             running: the pass.
             step: that runs now.
             wanted: what it has to gather.
-            problem: of its program, to plan with those of other regions.
+            run: makes what there is to plan of it.
 
         Raises:
             RanksDiffer: the other ranks have another order.
         """
-        self._problems.setdefault(step, problem)
-        order = running.follow(step, {found.unit.name: found for found in wanted})
+        order = running.follow(step, {found.unit.name: found for found in wanted}, run)
         if order is not None:
             self._agree(order)
         elif running.expected is not None:
@@ -139,31 +186,57 @@ class RegionOrders:
             running.expected = None
         if running is self._backward:
             self.follows_backward = order is not None and len(order.steps) > 1
-        return None if order is None else (order, len(running.steps) - 1)
+        return self.followed(running)
+
+    def followed(self, running: RunningPass[Wanted]) -> Followed | None:
+        """The latest step of a pass, where it follows a known order."""
+        return Followed(running.known[0], running) if running.known else None
 
     def _agree(self, order: Order[Wanted]) -> None:
         if not order.agreed and (posts := self._posted.get(id(order))) is not None:
             for posted in posts:
                 posted.compare()
-            order.agreed, order.depth = True, self._depth(order)
+            order.agreed, order.plan = True, self._plan(order)
 
-    def _depth(self, order: Order[Wanted]) -> int:
-        """As planned within `memory_budget`; without one there is only room for FSDP2's one."""
+    def _plan(self, order: Order[Wanted]) -> PassPlan | None:
+        """What all ranks gather and reduce together in an order; None: they do as FSDP2."""
         planning = self._context.planning
-        if planning is None or planning.mode != "auto" or planning.budget_bytes is None:
-            return order.depth
+        if planning is None or planning.mode != "auto":
+            return None
         budget_bytes = planning.budget_bytes
 
         def decide() -> str:
-            problems = [problem for step in order.steps if (problem := self._problems[step]()) is not None]
-            return str(choose_depth(problems, budget_bytes).depth if problems else order.depth)
+            settings = [unit.settings() for unit in order.units()]
+            runs = [made for run in order.runs if (made := run()) is not None]
+            if len(runs) < len(order.runs) or any(own.forward_prefetch or own.backward_prefetch for own in settings):
+                return ""
+            gathers = [self._gathers(order, place) for place in range(len(order.steps))]
+            plan = plan_pass(runs, gathers, [frozenset(reduced) for reduced in order.reductions], budget_bytes)
+            return "" if plan is None else plan.text()
 
-        what = f"how far ahead regions of the {order.kind} are gathered"
-        depth = int(self._context.consensus.settle("\n".join((what, *map(str, order.steps))), what, decide))
-        if depth > 1:
-            note = f"{order.kind}: gathers are launched {depth} regions ahead, within memory_budget"
-            self._context.report.note_once(note)
-        return depth
+        what = f"what is gathered and reduced between regions in the {order.kind}"
+        leader = min(rank for unit in order.units() for rank in unit.ranks)
+        key = "\n".join((f"{what}, by {leader}", *map(str, order.steps)))
+        if not (text := self._context.consensus.settle(key, what, decide, leader)):
+            return None
+        plan = PassPlan.parse(text)
+        self._context.report.note_once(f"{order.kind}: {plan}")
+        return plan
+
+    def _gathers(self, order: Order[Wanted], place: int) -> dict[str, tuple[tuple[str, ...], int | None]]:
+        """What a step gathers: by unit, FQNs, and the last step that uses them; None: they stay."""
+        found = {}
+        for name, (unit, shards, _) in order.gathers[place].items():
+            later = range(place + 1, len(order.steps))
+            again = next((at for at in later if name in order.gathers[at]), len(order.steps))
+            last = max((at for at in range(place, again) if name in order.steps[at].units), default=place)
+            found[name] = (tuple(shard.fqn for shard in shards), None if self._stays(order, unit) else last)
+        return found
+
+    def _stays(self, order: Order[Wanted], unit: Unit) -> bool:
+        if order.steps[-1].direction == "backward":
+            return not unit.reshard_after_backward
+        return self._holdings.residency.behind_forward(unit) == KEEP
 
 
 def _lines(order: Order[Wanted], names: set[str]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,11 @@ class Call:
         self.node = weakref.ref(node)
 
     @property
+    def units(self) -> frozenset[Unit]:
+        """Of the shards, and of those that ranks send for it."""
+        return self.binding.unit_set | self.sent.unit_set
+
+    @property
     def sent(self) -> Binding:
         """The shards that ranks send for it."""
         return self.role.whole.binding if self.role is not None and self.role.follows else self.binding
@@ -66,29 +72,39 @@ class LiveCalls:
 
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._of_unit: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._kept: list[Call] = []
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._calls)
 
+    def sharing(self, units: Iterable[Unit]) -> set[Call]:
+        """Those that use one of the units, on this rank or on others."""
+        return {call for unit in units if unit in self._of_unit for call in self._of_unit[unit]}
+
     def add(self, call: Call) -> None:
         """A forward has run."""
         self._calls.add(call)
+        for unit in call.units:
+            self._of_unit[unit].add(call)
 
     def reached(self, call: Call) -> None:
         """The running backward has come to `call`; behind it another may come, if the graph is kept."""
         self._calls.discard(call)
+        for unit in call.units:
+            self._of_unit[unit].discard(call)
         if keeps_graph():
             self._kept.append(call)
 
     def end_backward(self) -> None:
         """The running backward ends."""
         while self._kept:
-            self._calls.add(self._kept.pop())
+            self.add(self._kept.pop())
 
     def clear(self) -> None:
         """Forgets them."""
         self._calls.clear()
+        self._of_unit.clear()
         self._kept.clear()
 
 
@@ -156,7 +172,7 @@ class Calls:
         self._live.reached(call)
         binding, again = call.binding, frozenset[Shard]()
         split, units_again = binding.parts.intersection(self._split), frozenset[Unit]()
-        for other in self._live:
+        for other in self._live.sharing(binding.units):
             shared, units = binding.overlap(other.sent), split & other.binding.unit_set
             if not (shared <= again and units <= units_again) and other.follows():
                 again, units_again = again | shared, units_again | units

@@ -35,6 +35,11 @@ class ShardTable:
         self._model = model
         self._report = report
         self.units = units
+        self._position = {unit: place for place, unit in enumerate(units)}
+        self._of_module: dict[int, list[Unit]] = {}
+        for unit in units:
+            for module in unit.modules:
+                self._of_module.setdefault(id(module), []).append(unit)
         self.active: set[Unit] = set()
         self.grad_came: Callable[[], None] = lambda: None
         self._shards: list[Shard] = []
@@ -139,7 +144,7 @@ class ShardTable:
 
     def in_order(self, units: frozenset[Unit]) -> list[Unit]:
         """The model's order, which is the same on every rank; that of a set is not."""
-        return [unit for unit in self._of_unit if unit in units]
+        return sorted((unit for unit in units if unit in self._of_unit), key=self._position.__getitem__)
 
     def unit_named(self, name: str) -> Unit:
         """The unit of that name."""
@@ -147,7 +152,7 @@ class ShardTable:
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """Units that `module` is of."""
-        return [unit for unit in self.units if any(own is module for own in unit.modules)]
+        return self._of_module.get(id(module), [])
 
     def is_whole(self, units: frozenset[Unit]) -> bool:
         """Whether `units` are all of the model's that have parameters."""

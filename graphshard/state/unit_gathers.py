@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from torch.distributed.fsdp import UnshardHandle
 
 from graphshard.fsdp2 import Unit
+from graphshard.state.crossing import UnitGather
 from graphshard.state.shard_table import ShardTable
 from graphshard.state.shards import Shard
-from graphshard.state.unit_programs import UnitGather, UnitPrograms
+from graphshard.state.unit_programs import UnitPrograms
 
 
 class UnitGathers:
@@ -56,22 +57,29 @@ class UnitGathers:
         if self._under_way:
             self.finish([unit for unit in units if unit in self._under_way])
 
-    def gather(self, unit: Unit, shards: Sequence[Shard], stays: bool, ahead: bool) -> None:
+    def gather(self, unit: Unit, shards: Sequence[Shard], stays: bool) -> None:
         """Gathers for a program what of `shards`, of one unit, is neither gathered nor under way.
 
         Args:
             unit: the unit.
             shards: of it.
             stays: whether they stay behind the program.
-            ahead: whether it is launched now and awaited when the program runs.
         """
-        if unit in self._under_way:
-            return
-        if missing := [shard for shard in shards if shard.full is None and not shard.is_whole]:
-            found = self._under_way[unit] = self._programs.launch_gather(missing)
-            found.stays, found.ahead = stays, ahead
-            if not ahead:
-                self.finish([unit])
+        self.launch_ahead([(unit, shards, stays)])
+        self.finish_used([unit])
+
+    def launch_ahead(self, units: Iterable[tuple[Unit, Sequence[Shard], bool]]) -> None:
+        """Launches, together, such gathers of several units, which are awaited when programs need them."""
+        wanted = []
+        for unit, shards, stays in units:
+            missing = [shard for shard in shards if shard.full is None and not shard.is_whole]
+            if missing and unit not in self._under_way:
+                wanted.append((unit, missing, stays))
+        if wanted:
+            launched = self._programs.launch_gathers([missing for _, missing, _ in wanted])
+            for (unit, _, stays), found in zip(wanted, launched, strict=True):
+                self._under_way[unit] = found
+                found.stays, found.ahead = stays, True
 
     def gather_whole(self, units: frozenset[Unit]) -> None:
         """Gathers what of `units` is not gathered; it stays."""

@@ -7,7 +7,7 @@ operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.compat.tensors import fake_tensors
 from graphshard.faults import compiling, run_program
-from graphshard.fsdp2 import Unit
+from graphshard.graph.all_together import all_together
 from graphshard.graph.cut_at_wait import Half, cut_at_wait
 from graphshard.graph.gather_outputs import with_gather_outputs
-from graphshard.graph.ir import WAIT, Direction, PassContext, launch_counts
+from graphshard.graph.ir import Direction, PassContext, launch_counts
 from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.graph.printer import format_graph
 from graphshard.kernels import fuses_on
@@ -30,78 +30,15 @@ from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import calling_convention
+from graphshard.state.crossing import Crossing, UnitGather, UnitReduction
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import PARTIAL, Shard
 from graphshard.state.unit_state import REACHED, RESHARD, UnitState
 
-# Takes what the first half of a program left, and the shards it is for.
-Finish = Callable[[list[Any], Sequence[Shard]], Any]
-
-
-class UnitGather:
-    """A gather of parameters of one unit under way: launched, not awaited.
-
-    Args:
-        shards: of the parameters.
-        crossing: what the first half of the program left for the second.
-        finish: that second half, for these parameters.
-
-    Attributes:
-        stays: whether what arrives stays until it is resharded, and is registered; else it is for one program.
-        ahead: whether a region before the one that needs it has launched it.
-    """
-
-    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Finish) -> None:
-        self.shards = shards
-        self.stays = True
-        self.ahead = False
-        self._crossing = crossing
-        self._finish = finish
-        self._written = [shard.written() for shard in shards]
-
-    @torch.no_grad()
-    def wait(self) -> Sequence[Tensor]:
-        """The gathered parameters."""
-        full: Sequence[Tensor] = self._finish(self._crossing, self.shards)
-        return full
-
-    def settle(self) -> None:
-        """Waits until the collective is over; `wait` has to be called all the same."""
-        for value in self._crossing:
-            if isinstance(value, Tensor):
-                WAIT(value)
-
-    def is_outdated(self) -> bool:
-        """Whether a parameter was written since the launch."""
-        return any(shard.written() != seen for shard, seen in zip(self.shards, self._written, strict=True))
-
-
-class UnitReduction:
-    """A reduction of gradients of one unit under way: launched, not awaited. Arguments as of a `UnitGather`.
-
-    Args:
-        all_reduce: whether the results are the gradients; else they are partial.
-    """
-
-    def __init__(self, shards: Sequence[Shard], crossing: list[Any], finish: Finish, all_reduce: bool) -> None:
-        self._shards = shards
-        self._crossing = crossing
-        self._finish = finish
-        self._all_reduce = all_reduce
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Puts the reduced gradients on the parameters; partial ones stay with the shards."""
-        for shard, result in zip(self._shards, self._finish(self._crossing, self._shards), strict=True):
-            if self._all_reduce:
-                shard.param.deliver_grad(result)
-            else:
-                shard.partial = result
-
 
 @dataclass
 class UnitProgram:
-    """A lowered program of one unit, in two halves (see `cut_at_wait`)."""
+    """A lowered program of whole units, in two halves (see `cut_at_wait`)."""
 
     launch: Half
     finish: Half
@@ -127,78 +64,90 @@ class UnitPrograms:
         self._programs.clear()
         self._shared.clear()
 
-    @torch.no_grad()
     def launch_gather(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> UnitGather:
         """Launches the gather of some parameters of one unit; counts it in `record`, or in one of its own."""
-        unit = shards[0].unit
-        program = self._program("unshard", shards, UnitState(unit.settings(), RESHARD, True, None, ()))
-        (record or program.record).runs += 1
-        crossing = self._launch(program, [shard.source for shard in shards], shards)
-        return UnitGather(shards, crossing, partial(self._finish, program))
+        return self.launch_gathers([shards], record)[0]
 
     @torch.no_grad()
-    def launch_reduction(
-        self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None
-    ) -> UnitReduction:
-        """Launches the reduction of what `shards`, of one unit, hold (zeros, where they hold nothing).
+    def launch_gathers(self, units: Sequence[Sequence[Shard]], record: ProgramRecord | None = None) -> list[UnitGather]:
+        """The same of several units, together."""
+        shards = [shard for own in units for shard in own]
+        states = [UnitState(own[0].unit.settings(), RESHARD, True, None, ()) for own in units]
+        program = self._program("unshard", shards, states)
+        (record or program.record).runs += 1
+        crossing = self._launch(program, [shard.source for shard in shards], shards)
+        return [UnitGather(own, crossing) for own in units]
 
-        Where the unit does not all-reduce, they will hold what is reduced over the shards. Counts it in `record`, or
+    @torch.no_grad()
+    def launch_reduction(self, units: Sequence[Sequence[Shard]], record: ProgramRecord | None = None) -> UnitReduction:
+        """Launches the reduction of what shards of units hold (zeros, where they hold nothing), together.
+
+        Where a unit does not all-reduce, they will hold what is reduced over the shards. Counts it in `record`, or
         in one of its own.
         """
+        shards = [shard for own in units for shard in own]
         args = [_held(shard) for shard in shards]
-        bits = tuple(shard.bits & PARTIAL | REACHED for shard in shards)
-        settings = unit.settings()
-        program = self._program("reduce", shards, UnitState(settings, RESHARD, True, None, bits))
+        states = [
+            UnitState(
+                own[0].unit.settings(), RESHARD, True, None, tuple(shard.bits & PARTIAL | REACHED for shard in own)
+            )
+            for own in units
+        ]
+        program = self._program("reduce", shards, states)
         args += [shard.leaf.detach() for shard in shards]
         args += [shard.partial for shard in shards if shard.partial is not None]
         (record or program.record).runs += 1
         for shard in shards:
             shard.drop_grads()
-        crossing = self._launch(program, args, shards)
-        return UnitReduction(shards, crossing, partial(self._finish, program), settings.all_reduce)
+        return UnitReduction(shards, self._launch(program, args, shards))
 
-    def reduce(self, unit: Unit, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
-        """The same, awaited."""
-        self.launch_reduction(unit, shards, record).wait()
+    def reduce(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
+        """The same of one unit, awaited."""
+        self.launch_reduction([shards], record).wait()
 
-    def _launch(self, program: UnitProgram, args: list[Any], shards: Sequence[Shard]) -> list[Any]:
-        crossing: list[Any] = run_program(self._name, program.record, program.launch, args, shards)
+    def _launch(self, program: UnitProgram, args: list[Any], shards: Sequence[Shard]) -> Crossing:
+        values: list[Any] = run_program(self._name, program.record, program.launch, args, shards)
         if self._executed is not None:
             self._executed.ran(program.record, shards, half=0)
-        return crossing
+        return Crossing(shards, values, partial(self._finish, program))
 
-    def _finish(self, program: UnitProgram, crossing: list[Any], shards: Sequence[Shard]) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = run_program(self._name, program.record, program.finish, crossing, shards)
+    def _finish(self, program: UnitProgram, values: list[Any], shards: Sequence[Shard]) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = run_program(self._name, program.record, program.finish, values, shards)
         if self._executed is not None:
             self._executed.ran(program.record, shards, half=1)
         return results
 
-    def _program(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:
-        key = (kind, tuple(map(id, shards)), state)
+    def _program(self, kind: str, shards: Sequence[Shard], states: Sequence[UnitState]) -> UnitProgram:
+        key = (kind, tuple(map(id, shards)), *states)
         if (found := self._programs.get(key)) is None:
-            state = replace(state, settings=state.settings.without_prefetch())
+            states = [replace(state, settings=state.settings.without_prefetch()) for state in states]
+            ordinals = {shard.unit: f"{place}" for place, shard in enumerate(shards)}
             alike = tuple(
-                (shard.spec(), shard.gather_spec(), replace(shard.ref(), fqn="", unit="")) for shard in shards
+                (shard.spec(), shard.gather_spec(), replace(shard.ref(), fqn="", unit=ordinals[shard.unit]))
+                for shard in shards
             )
-            common = (kind, alike, shards[0].unit.device, state)
+            common = (kind, alike, shards[0].unit.device, *states)
             if (found := self._shared.get(common)) is None:
-                with compiling(self._name, f"the {kind} of unit {shards[0].unit.name or 'root'}"):
-                    found = self._shared[common] = self._lower(kind, shards, state)
+                with compiling(self._name, f"the {kind} of {_names(shards)}"):
+                    found = self._shared[common] = self._lower(kind, shards, states)
             self._programs[key] = found
         return found
 
-    def _lower(self, kind: str, shards: Sequence[Shard], state: UnitState) -> UnitProgram:
+    def _lower(self, kind: str, shards: Sequence[Shard], states: Sequence[UnitState]) -> UnitProgram:
         names = [f"shard_{i}" for i in range(len(shards))]
         gm = _marked(kind, shards, names)
         slots = range(len(shards))
         reduced = {slot: slot for slot in slots} if kind == "reduce" else {}
         gathered = frozenset[int]() if reduced else frozenset(slots)
-        flags = calling_convention(names, gathered, reduced, Binding(tuple(shards)), [state]).flags
+        flags = calling_convention(names, gathered, reduced, Binding(tuple(shards)), states).flags
         params = {name: shard.ref() for name, shard in zip(names, shards, strict=True)}
         direction: Direction = "backward" if reduced else "forward"
         start = time.perf_counter()
         title = f"{self._name}.{kind}.{shards[0].unit.name or 'root'}"
-        ctx = PassContext(direction, params, flags, fuses=fuses_on(shards[0].unit.device, self._report.say_once))
+        planner = all_together if len(states) > 1 else None
+        ctx = PassContext(
+            direction, params, flags, planner, fuses=fuses_on(shards[0].unit.device, self._report.say_once)
+        )
         lowered = driver.lower(gm, ctx, title).gm
         record = ProgramRecord(
             -1,
@@ -212,6 +161,12 @@ class UnitPrograms:
         )
         self._report.programs.append(record)
         return UnitProgram(*cut_at_wait(with_gather_outputs(lowered, compiled=False)), record)
+
+
+def _names(shards: Sequence[Shard]) -> str:
+    """What errors say of their units."""
+    first, last = shards[0].unit.name or "root", shards[-1].unit.name or "root"
+    return f"unit {first}" if first == last else f"units {first} to {last}"
 
 
 def _held(shard: Shard) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from graphshard.fsdp2 import Unit
+from graphshard.state.crossing import UnitReduction
 from graphshard.state.shard_table import ShardTable
 from graphshard.state.shards import Shard
 from graphshard.state.unit_gathers import UnitGathers
-from graphshard.state.unit_programs import UnitPrograms, UnitReduction
+from graphshard.state.unit_programs import UnitPrograms
 
 
 class UnitReductions:
@@ -26,27 +27,47 @@ class UnitReductions:
         self._programs = programs
         self._gathers = gathers
         self._under_way: deque[UnitReduction] = deque()
+        self._put_off: list[Unit] = []
 
-    def launch(self, unit: Unit) -> None:
-        """Launches the reduction of what the shards of a unit hold; as many are under way as FSDP2 would have."""
-        if left := self._unreduced(unit):
-            while len(self._under_way) >= unit.settings().scatter_buffers:
-                self._under_way.popleft().wait()
-            self._under_way.append(self._programs.launch_reduction(unit, left))
+    def launch(self, units: Sequence[Unit]) -> None:
+        """Launches, together, the reduction of what the shards of units hold; as many are under way as FSDP2 would
+        have.
+        """
+        if left := [own for unit in units if (own := self._unreduced(unit))]:
+            self.wait(min(unit.settings().scatter_buffers for unit in units) - 1)
+            self._under_way.append(self._programs.launch_reduction(left))
 
-    def finish(self) -> None:
-        """Waits for reductions under way."""
-        while self._under_way:
+    def put_off(self, unit: Unit) -> None:
+        """Leaves a unit to a later `launch_put_off`."""
+        self._put_off.append(unit)
+
+    def launch_put_off(self, names: Collection[str] | None = None) -> None:
+        """Launches, together, reductions that were put off. `names`: of their units; None: all."""
+        units = [unit for unit in self._put_off if names is None or unit.name in names]
+        self._put_off = [unit for unit in self._put_off if unit not in units]
+        if units:
+            self.launch(units)
+
+    def wait(self, in_flight: int) -> None:
+        """Waits until no more reductions are under way than that."""
+        while len(self._under_way) > in_flight:
             self._under_way.popleft().wait()
 
-    def end_split(self, units: frozenset[Unit]) -> None:
-        """No other call of this backward uses the split `units`."""
+    def finish(self) -> None:
+        """Waits for reductions under way; those that were put off are forgotten: shards hold their gradients."""
+        self._put_off.clear()
+        self.wait(0)
+
+    def end_split(self, units: frozenset[Unit]) -> list[Unit]:
+        """No other call of this backward uses the split `units`: frees them; returns those that are to be reduced."""
+        found = []
         for unit in self._shards.in_order(units):
             _hold_pending(self._shards.of(unit))
             if unit.reduce_grads and not unit.reduce_unused:
-                self.launch(unit)
+                found.append(unit)
             if unit.reshard_after_backward:
                 self._gathers.reshard([unit])
+        return found
 
     def end_backward(self, only: frozenset[Unit] = frozenset()) -> None:
         """A backward pass ends: reduces what is left of units that synchronize, frees what does not stay.
@@ -54,6 +75,7 @@ class UnitReductions:
         Args:
             only: the units that it ends; empty: all.
         """
+        self.launch_put_off()
         self.finish()
         active = self._shards.active
         for unit, shards in self._shards.by_unit():
@@ -63,7 +85,7 @@ class UnitReductions:
                 continue
             _hold_pending(shards)
             if unit.reduce_grads and (left := self._unreduced(unit)):
-                self._programs.reduce(unit, left)
+                self._programs.reduce(left)
             if unit.reshard_after_backward:
                 self._gathers.reshard([unit])
                 if not any(shard.bits for shard in shards):
