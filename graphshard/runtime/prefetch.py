@@ -117,11 +117,8 @@ class Prefetch:
         if running is not None:
             names = tuple(unit.name for unit in self._holdings.shards.in_order(binding.unit_set))
             followed = self.orders.follow(running, PassStep(direction, names), wanted, run)
-        if followed is None or followed.order.plan is None:
-            self._holdings.reductions.launch_put_off()
-        else:
-            for found in followed.gathers():
-                gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
+        for found in () if followed is None else followed.gathers():
+            gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
         for unit, shards, whole in wanted:
             if whole or self._every:
                 gathers.gather(unit, shards, whole or stays(unit))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +71,8 @@ class LiveCalls:
 
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._of_unit: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
+        # Weak, since regions have them.
+        self._of_unit: weakref.WeakKeyDictionary[Unit, weakref.WeakSet[Call]] = weakref.WeakKeyDictionary()
         self._kept: list[Call] = []
 
     def __iter__(self) -> Iterator[Call]:
@@ -86,13 +86,16 @@ class LiveCalls:
         """A forward has run."""
         self._calls.add(call)
         for unit in call.units:
-            self._of_unit[unit].add(call)
+            if (calls := self._of_unit.get(unit)) is None:
+                calls = self._of_unit[unit] = weakref.WeakSet()
+            calls.add(call)
 
     def reached(self, call: Call) -> None:
         """The running backward has come to `call`; behind it another may come, if the graph is kept."""
         self._calls.discard(call)
         for unit in call.units:
-            self._of_unit[unit].discard(call)
+            if unit in self._of_unit:
+                self._of_unit[unit].discard(call)
         if keeps_graph():
             self._kept.append(call)
 
@@ -171,7 +174,7 @@ class Calls:
             )
         self._live.reached(call)
         binding, again = call.binding, frozenset[Shard]()
-        split, units_again = binding.parts.intersection(self._split), frozenset[Unit]()
+        split, units_again = frozenset(filter(self._split.__contains__, binding.parts)), frozenset[Unit]()
         for other in self._live.sharing(binding.units):
             shared, units = binding.overlap(other.sent), split & other.binding.unit_set
             if not (shared <= again and units <= units_again) and other.follows():

@@ -36,12 +36,14 @@ class SplitUnits:
     def in_forward(self, parts: frozenset[Unit], broken: bool) -> frozenset[Unit]:
         """Units to gather as a whole, of those of which a region uses parts; `broken`: it is no whole call."""
         if broken or self._forward.nested or self._forward.regions_run:
-            for unit in self._shards.in_order(parts.difference(self.units)):
-                self._report.note_once(
-                    f"unit '{unit.name or 'root'}' is used in parts by several regions, as behind a graph break "
-                    "or with regions='unit': it is gathered and reduced as a whole, outside the graphs"
-                )
-            self.units.update(parts)
+            for unit in parts:
+                if unit not in self.units:
+                    self.units.add(unit)
+                    self._report.note_once(
+                        f"{type(unit.modules[0]).__name__.removeprefix('FSDP')}: its units are used in parts by several"
+                        " regions, as behind a graph break or with regions='unit': they are gathered and reduced as a "
+                        "whole, outside the graphs"
+                    )
             return parts
         # What is not used here of a list of modules is for another call.
         behind = self._residency.behind_forward

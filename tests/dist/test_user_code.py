@@ -339,7 +339,7 @@ def test_unit_split_by_a_graph_break_is_named(run: TrainingRun) -> None:
     run.observe(loss, model)
     if not run.is_reference:
         (note,) = graphshard.report(model).notes
-        assert "unit 'root' is used in parts" in note and note in str(graphshard.report(model))
+        assert "Broken: its units are used in parts" in note and note in str(graphshard.report(model))
 
 
 class Backbone(nn.Module):

@@ -42,6 +42,20 @@ OF_RUNS = (
         ("tests/dist/test_across_regions.py", "-k", "each_region_gathers"),
     ),
     Mutation(
+        "reductions that were put off are forgotten when a backward ends",
+        "graphshard/state/unit_reductions.py",
+        "        self.launch_put_off()\n        self.finish()\n",
+        "        self.finish()\n",
+        ("tests/dist/test_across_regions.py", "-k", "leaves_its_order"),
+    ),
+    Mutation(
+        "what forward keeps for backward is not counted where regions are planned together",
+        "graphshard/planner/regions.py",
+        "op_bytes.append(max(run.problem.op_bytes) + elsewhere",
+        "op_bytes.append(max(run.problem.op_bytes)",
+        ("tests/graph/test_pass_plan.py",),
+    ),
+    Mutation(
         "hooks that were added later are not looked at",
         "graphshard/runtime/entry_points.py",
         "            self._kinds.clear()\n",
