@@ -18,10 +18,11 @@ from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.parameters_in_forward import named_parameters
+from graphshard.capture.parameters_in_forward import FORWARD, named_parameters
 from graphshard.capture.spmd_parameters import on_whole_mesh
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only
+from graphshard.graph.elsewhere import ELSEWHERE
 from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.markers import UNSHARD
 from graphshard.graph.twin_calls import ASK, END, TWIN
@@ -63,6 +64,9 @@ class ModelRunner(Protocol):
 
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers."""
+
+    def handed_out(self, module: nn.Module, name: str) -> None:
+        """Is told that code around graphs has a parameter as a shard."""
 
     def unshard(self, module: nn.Module, async_op: bool) -> UnshardHandle | None:
         """`FSDPModule.unshard`."""
@@ -118,7 +122,7 @@ def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
     """What every class has that marks `cls`."""
-    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, shard_key)
+    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, shard_key, _hand_out)
     return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named}
 
 
@@ -136,6 +140,14 @@ def _in_forward(module: nn.Module) -> bool:
         return _own_trace
     engine: ModelRunner | None = module.__dict__.get(ENGINE)  # a slice of a container is of its class, and has none
     return engine is not None and engine.running
+
+
+@inline_only
+def _hand_out(module: nn.Module, name: str) -> None:
+    """Tells the engine that code around graphs has a shard, which it may write in ways that torch does not count."""
+    if not is_compiling() and shard_key(name) in module.__dict__:
+        engine: ModelRunner = module.__dict__[ENGINE]
+        engine.handed_out(module, name)
 
 
 # Whether an engine runs its model: a trace made then is graphshard's own. A bool: Dynamo would make an int symbolic.
@@ -161,8 +173,10 @@ def _parameter_property(name: str) -> property:
         if is_compiling():
             if not _own_trace:
                 return self._parameters[name]
-            leaf, spec, more = self.__dict__[key]
-            return UNSHARD(leaf, spec) if more is None else _as_seen(leaf, spec, *more)
+            held = self.__dict__
+            leaf, spec, more = held[key]
+            full = UNSHARD(leaf, spec) if more is None else _as_seen(leaf, spec, *more)
+            return full if FORWARD not in held or held[FORWARD].runs else ELSEWHERE(full)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.unshard_outside(self, name) if engine.reads_gathered else self._parameters[name]
 

@@ -36,6 +36,7 @@ def named_parameters(
     asked: Callable[[nn.Module], None],
     in_forward: Callable[[nn.Module], bool],
     key_of: Callable[[str], str],
+    hand_out: Callable[[nn.Module, str], None],
 ) -> Callable[..., Named]:
     """`named_parameters` of a marked class.
 
@@ -44,6 +45,7 @@ def named_parameters(
         asked: is told first.
         in_forward: whether a module is asked in a forward of its model, traced or not.
         key_of: key in a module's `__dict__` of what it holds for a sharded parameter, its leaf first.
+        hand_out: is told of each parameter that is yielded as a shard.
     """
 
     def ask(self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Named:
@@ -61,7 +63,11 @@ def named_parameters(
             tensor: Tensor | None = held[key][0] if key in held else registered[name]
             if tensor is None or is_seen(tensor, seen):
                 continue
-            yield prefix + name, getattr(module, name) if gathered else registered[name]
+            if gathered:
+                yield prefix + name, getattr(module, name)
+            else:
+                hand_out(module, name)
+                yield prefix + name, registered[name]
         for name, child in child_modules(module).items() if recurse else ():
             if child is not None and not is_seen(child, seen):
                 yield from walk(child, f"{prefix}{name}.", True, seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import ConstantSource, RandomValueSource
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
@@ -76,6 +77,11 @@ def ends_in_graph_break(gm: GraphModule) -> bool:
     """Whether Dynamo ended a captured graph before its frame ended."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return bool(getattr(reason, "graph_break", False))
+
+
+def leave_frame(why: str) -> NoReturn:
+    """In a backend: has Dynamo run the frame whose graph it is given as it is; what it calls may still be compiled."""
+    raise SkipFrame(why)
 
 
 def sets_grad_mode(node: Node) -> bool | None:

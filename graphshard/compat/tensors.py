@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 K = TypeVar("K", bound=Hashable)
@@ -99,6 +100,14 @@ def moved_tensors(values: Any, device: torch.device) -> Any:
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place, through itself or a view of it."""
     return tensor._version
+
+
+def plain_tensors(value: Any) -> list[Tensor]:
+    """The tensors that a tensor is made of: itself, if it wraps none."""
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [part for name in names for part in plain_tensors(getattr(value, name))]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def mesh_of(value: object) -> DeviceMesh | None:

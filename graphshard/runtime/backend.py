@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from graphshard.capture.marked_classes import is_entry_point
 from graphshard.compat.block_trace import trace_apart
-from graphshard.compat.dynamo import ends_in_graph_break
+from graphshard.compat.dynamo import ends_in_graph_break, leave_frame
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
     compile_region_aot,
@@ -27,8 +27,9 @@ from graphshard.compat.inductor import (
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.compat.running_trace import traced_code
-from graphshard.errors import ModelDeleted
+from graphshard.errors import ModelDeleted, UnsupportedModel
 from graphshard.graph.block_calls import Body
+from graphshard.graph.elsewhere import without_marks, written_elsewhere
 from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.ir import is_call, unshards
 from graphshard.graph.saved_values import save_before_writes
@@ -87,7 +88,9 @@ def _no_context() -> None:
     """The model of a partitioner that was pickled."""
 
 
-def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+def make_backend(
+    runtime: ModelRuntime, name: str, fullgraph: bool = False
+) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """The Dynamo backend of one compiled model. Dynamo keeps it for good, so it must not keep the model alive."""
     runtime_of = weakref.ref(runtime)
     partitioner = Partitioner(runtime.context)
@@ -98,6 +101,7 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
         runtime = runtime_of()
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
+        _check_writes(runtime, gm, inputs, fullgraph)
         broken = ends_in_graph_break(gm)
         arguments = None
         if (expanded := without_twins(gm, inputs, runtime.twins, runtime.context.report, broken)) is not None:
@@ -142,6 +146,28 @@ def make_backend(runtime: ModelRuntime, name: str) -> Callable[[GraphModule, Seq
         return with_arguments(run, arguments)
 
     return graphshard
+
+
+def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any], fullgraph: bool) -> None:
+    """Takes the marks of reads elsewhere out of a captured graph. Has a frame that writes what it read so run as it is:
+    FSDP2 has shards there, which graphs do not.
+    """
+    shards = {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
+    registered = {id(shard.param.parameter) for shard in runtime.holdings.shards}
+    if written := written_elsewhere(gm, inputs, lambda value: id(value) in registered):
+        fqns = {shards[id(inputs[at])].fqn for at in written if id(inputs[at]) in shards}
+        names = ", ".join([*sorted(fqns)[:3], *(["..."] if len(fqns) > 3 else [])]) or "parameters"
+        said = f"forward writes {names}, of units whose own forward does not run then"
+        if fullgraph:
+            raise UnsupportedModel(
+                f"{runtime.context.name}: {said}: FSDP2 has shards of them there, which no graph covers; got "
+                "fullgraph=True, want fullgraph=False, or the write outside forward"
+            )
+        runtime.context.report.say_once(
+            f"{said}: the code around it runs as it is, on shards, as in FSDP2; modules that it calls are compiled"
+        )
+        leave_frame(said)
+    without_marks(gm)
 
 
 def _already_extended(leaf: Tensor, spec: str, full: Tensor, *described: object) -> Tensor:

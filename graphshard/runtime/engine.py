@@ -90,7 +90,7 @@ class Engine:
         self._outside.bring = self._rest.bring
         self._optimizer_event: Any = None
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
-        backend = make_backend(self._runtime, options.backend)
+        backend = make_backend(self._runtime, options.backend, options.fullgraph)
         self._entries = EntryPoints(model, options, backend, self.twins, self.holdings.forward)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
@@ -234,12 +234,13 @@ class Engine:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         shard = self.shards.at(leaf)
-        if self.running:
-            full = self._outside.read(shard)
-        elif shard not in self._outside.served:
+        if not (module.__dict__[FORWARD].runs or shard in self._outside.served):  # FSDP2 has a shard here
+            self.handed_out(module, name)
             found = own_parameters(module)[name]
             assert found is not None
             return found
+        if self.running:
+            full = self._outside.read(shard)
         else:  # recomputed without a call of any module: a call that does nothing else
             self._begin_forward(module)
             try:
@@ -247,6 +248,11 @@ class Engine:
             finally:
                 self._end_forward()
         return full if more is None or more[0] is None else marked_classes.as_tensor_parallel(full, *more[0])
+
+    def handed_out(self, module: nn.Module, name: str) -> None:
+        """Code around graphs has a parameter as a shard: what it writes of it is not always counted."""
+        shard = self.shards.at(module.__dict__[marked_classes.shard_key(name)][0])
+        self.holdings.gathers.handed_out.add(shard.unit)
 
     # -- FSDP2's methods (see `marked_classes`)
 

@@ -19,12 +19,16 @@ class UnitGathers:
     Args:
         shards: of the model.
         programs: gather them.
+
+    Attributes:
+        handed_out: units whose shards a forward has given to code around graphs: not gathered ahead of it.
     """
 
     def __init__(self, shards: ShardTable, programs: UnitPrograms) -> None:
         self._shards = shards
         self._programs = programs
         self._under_way: dict[Unit, UnitGather] = {}
+        self.handed_out: set[Unit] = set()
 
     def unshard(self, units: Iterable[Unit]) -> UnshardHandle:
         """Launches the gather of what is not gathered yet; it stays until it is resharded."""
@@ -43,7 +47,7 @@ class UnitGathers:
         for unit in units:
             if (found := self._under_way.pop(unit, None)) is not None:
                 arrived = found.wait()
-                if found.ahead and found.is_outdated():  # user code has written a parameter meanwhile
+                if found.ahead and (unit in self.handed_out or found.is_outdated()):  # user code may have written it
                     arrived = self._programs.launch_gather(found.shards).wait()
                 for shard, full in zip(found.shards, arrived, strict=True):
                     if found.stays:
@@ -65,11 +69,14 @@ class UnitGathers:
             shards: of it.
             stays: whether they stay behind the program.
         """
-        self.launch_ahead([(unit, shards, stays)])
+        self._launch([(unit, shards, stays)], ahead=False)
         self.finish_used([unit])
 
     def launch_ahead(self, units: Iterable[tuple[Unit, Sequence[Shard], bool]]) -> None:
         """Launches, together, such gathers of several units, which are awaited when programs need them."""
+        self._launch([found for found in units if found[0] not in self.handed_out], ahead=True)
+
+    def _launch(self, units: Iterable[tuple[Unit, Sequence[Shard], bool]], ahead: bool) -> None:
         wanted = []
         for unit, shards, stays in units:
             missing = [shard for shard in shards if shard.full is None and not shard.is_whole]
@@ -79,7 +86,7 @@ class UnitGathers:
             launched = self._programs.launch_gathers([missing for _, missing, _ in wanted])
             for (unit, _, stays), found in zip(wanted, launched, strict=True):
                 self._under_way[unit] = found
-                found.stays, found.ahead = stays, True
+                found.stays, found.ahead = stays, ahead
 
     def gather_whole(self, units: frozenset[Unit]) -> None:
         """Gathers what of `units` is not gathered; it stays."""

@@ -81,8 +81,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tens
 }
 
 
-def regions_of(run: TrainingRun, regions: str) -> dict[str, Any]:
-    return {} if run.is_reference else {"regions": regions}
+def regions_of(run: TrainingRun, regions: str, plan: str = "auto") -> dict[str, Any]:
+    return {} if run.is_reference else {"regions": regions, "plan": plan}
 
 
 def loss_of(model: nn.Module, x: tuple[Tensor]) -> Tensor:
@@ -99,10 +99,17 @@ def gathered(model: nn.Module) -> list[str]:
     return [shard.fqn for shard in engine.shards if shard.bits]
 
 
-def train(run: TrainingRun, model: Any, inputs: Callable[[int, int], tuple[Tensor]], *, microbatches: int = 1) -> None:
+def train(
+    run: TrainingRun,
+    model: Any,
+    inputs: Callable[[int, int], tuple[Tensor]],
+    *,
+    microbatches: int = 1,
+    counts: bool = False,
+) -> None:
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     for index in range(4):
-        with run.counted(f"step {index}") if index else nullcontext():
+        with run.counted(f"step {index}") if index and counts else nullcontext():
             for microbatch in range(microbatches):
                 model.set_requires_gradient_sync(microbatch == microbatches - 1)
                 loss = loss_of(model, inputs(microbatches * index + microbatch, run.rank))
@@ -119,12 +126,13 @@ def train(run: TrainingRun, model: Any, inputs: Callable[[int, int], tuple[Tenso
 IN_SEVERAL_REGIONS = [(name, "model" if "break" in name else "unit") for name in MODELS]
 
 
+@pytest.mark.parametrize("plan", ["fsdp2", "auto"])
 @pytest.mark.parametrize(("name", "regions"), IN_SEVERAL_REGIONS)
 @training_test(tolerance=BITWISE)
-def test_order_that_is_followed_changes_no_bit(run: TrainingRun, name: str, regions: str) -> None:
+def test_order_that_is_followed_changes_no_bit(run: TrainingRun, name: str, regions: str, plan: str) -> None:
     build, inputs = MODELS[name]
-    model = run.shard(build(), **regions_of(run, regions))
-    train(run, model, inputs)
+    model = run.shard(build(), **regions_of(run, regions, plan))
+    train(run, model, inputs, counts=plan == "fsdp2")
 
 
 @training_test(

@@ -1,0 +1,83 @@
+"""Writes of parameters whose unit's forward does not run, found in what Dynamo captures.
+
+FSDP2 has shards of these: a write reaches the shards, and whatever is gathered of them later. In a graph it would be
+of the gathered parameter alone, or of a tensor that the graph does not know to be a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphshard.compat.tensors import plain_tensors, version
+from graphshard.graph.ir import is_call
+
+
+def _elsewhere(full: Tensor) -> Tensor:
+    return full
+
+
+# Marks what is read of a parameter whose unit's forward does not run: itself.
+ELSEWHERE = torch.compiler.allow_in_graph(_elsewhere)  # type: ignore[no-untyped-call]
+
+
+def written_elsewhere(gm: GraphModule, inputs: Sequence[Any], is_parameter: Callable[[Any], bool]) -> list[int]:
+    """Such parameters that a captured graph writes: positions of the inputs that they are, or whose shard they come
+    from; -1 for one of a checkpoint region.
+
+    Args:
+        gm: with the checkpoint regions inside it.
+        inputs: its example inputs.
+        is_parameter: whether an input is a sharded parameter, as FSDP2 has registered it.
+    """
+    arguments = gm.graph.find_nodes(op="placeholder")
+    place = {node: at for at, node in enumerate(arguments)}
+    shards = {node for node, value in zip(arguments, inputs, strict=True) if is_parameter(value)}
+    found: list[int] = []
+    for graph in _graphs(gm):
+        if asked := [node for node in graph.nodes if node in shards or is_call(node, ELSEWHERE)]:
+            nodes = [one for node in graph.nodes for one in ([node] if _is_written(node) else _written_lists(node))]
+            written = {key for node in nodes for key in _memory(node)}
+            found += [place.get(_source(node), -1) for node in asked if not written.isdisjoint(_memory(node))]
+    return found
+
+
+def _source(node: Node) -> Node:
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def without_marks(gm: GraphModule) -> None:
+    """Takes `ELSEWHERE` out of a captured graph, in place."""
+    for graph in _graphs(gm):
+        for node in [node for node in graph.nodes if is_call(node, ELSEWHERE)]:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+    gm.recompile()
+
+
+def _graphs(gm: GraphModule) -> Iterator[Graph]:
+    return (inner.graph for inner in gm.modules() if isinstance(inner, GraphModule))
+
+
+def _memory(node: Node) -> set[StorageWeakRef]:
+    value = node.meta.get("example_value")
+    return {StorageWeakRef(part.untyped_storage()) for part in plain_tensors(value)}  # type: ignore[no-untyped-call]
+
+
+def _is_written(node: Node) -> bool:
+    """Whether an operator has written a node's result. Of a subclass the version of what it wraps says nothing."""
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and version(value) > 0
+
+
+def _written_lists(node: Node) -> list[Node]:
+    """What a ``_foreach_..._`` writes, of which torch counts no version of a tensor subclass."""
+    name = getattr(node.target, "__name__", "")
+    return node.all_input_nodes if name.startswith("_foreach_") and name.endswith("_") else []
