@@ -78,13 +78,13 @@ def doctor(
     findings = [*refusal_findings(iter(subject.refusals)), *parameter_findings(subject), *module_findings(subject)]
     findings += refusal_findings(refused_modules(model))
     if subject.state == "plain":
-        findings += shared_findings(subject) if units is None else []
+        findings += shared_findings(subject) if units is None and not subject.lazy else []
     else:
         findings += refusal_findings(fsdp2.refused_shards(model))
     findings += _ran(model)
     left = list(_left_out(subject, args is None and kwargs is None))
     if args is not None or kwargs is not None:
-        if any(isinstance(param, nn.parameter.UninitializedParameter) for param in model.parameters()):
+        if subject.lazy:
             left.append("unused parameters and graph breaks: parameters are not initialized yet")
         else:
             look = ForwardLook(subject, args or (), kwargs or {})

@@ -134,8 +134,8 @@ def _of_break(found: GraphBreak) -> Finding:
     return Finding(
         "graph break",
         (f"{_shown(found.file)}:{found.line}" if found.file else "",),
-        f"{textwrap.shorten(why, 200)}{left}; a unit that is used on both sides of it is gathered and reduced "
-        "as a whole, outside the graphs",
+        f"{textwrap.shorten(why, 200)}{left}; a unit of which one side uses a part is gathered and reduced as "
+        "a whole, outside the graphs",
         "eager",
         found.hint,
     )

@@ -111,9 +111,9 @@ _RECURRENT = (
 )
 _SCRIPTED = (
     "script module",
-    "TorchScript's, without parameters: a graph break, its code runs as it is",
-    "eager",
-    "use the module that was scripted, to have it in the graph",
+    "TorchScript's, without parameters: called as it is, from the graph or, where Dynamo cannot, at a graph break",
+    "handled",
+    "",
 )
 _SPARSE = (
     "sparse gradient",
@@ -144,9 +144,9 @@ _OWN_NAMES = (
 _FORWARD_HOOK = ("forward hook", "traced with the module's forward", "handled", "")
 _BACKWARD_HOOK = (
     "backward hook",
-    "breaks the graph around the module: what it owns is gathered and reduced outside the graphs",
-    "eager",
-    "do without it where speed matters",
+    "traced with the module's call; where Dynamo breaks the graph at it, that is one of the graph breaks",
+    "handled",
+    "give sample arguments to see whether it does",
 )
 _UNREGISTERED = (
     "not registered",

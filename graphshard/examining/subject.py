@@ -66,6 +66,7 @@ class Subject:
         parameters: in the model's order.
         said: lines about units.
         refusals: of units, where they cannot be as asked.
+        lazy: whether some parameters are not initialized yet.
         device_type: of the mesh; ``""``: not known.
     """
 
@@ -76,6 +77,7 @@ class Subject:
     said: list[str]
     device_type: str
     refusals: list[Refusal] = field(default_factory=list)
+    lazy: bool = False
 
     def by_unit(self) -> dict[str, list[OwnedParameter]]:
         """The parameters of each unit by its name."""
@@ -148,7 +150,10 @@ def plain_subject(
 ) -> Subject:
     """A model that `compile` would shard."""
     refusals = list[Refusal]()
-    if units is None:
+    lazy = any(map(_is_lazy, model.parameters()))
+    if lazy:
+        modules, said = [], ["units: not known before lazy modules have run once"]
+    elif units is None:
         found = units_found(model)
         modules, said = [unit.module for unit in found], said_of_units(found)
     else:
@@ -172,16 +177,18 @@ def plain_subject(
     parameters = []
     for param, fqns in _names_of(model).items():
         unit = unit_of.get(param)
-        lazy = isinstance(param, nn.parameter.UninitializedParameter)
         local = local_part(param)
-        placement = None if placement_of is None or unit is None or lazy else placement_of(param)
+        placement = None if placement_of is None or unit is None or _is_lazy(param) else placement_of(param)
         dim = placement.dim % max(param.ndim, 1) if isinstance(placement, Shard) else 0
-        size = () if lazy else tuple(local.shape)
-        extended = not lazy and has_extension(param)
+        size = () if _is_lazy(param) else tuple(local.shape)
+        extended = not _is_lazy(param) and has_extension(param)
         parameters.append(OwnedParameter(fqns, param, unit, size, dim, shards, isinstance(param, DTensor), extended))
-    return Subject(
-        model, "plain", shards, parameters, said, mesh.device_type if isinstance(mesh, DeviceMesh) else "", refusals
-    )
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else ""
+    return Subject(model, "plain", shards, parameters, said, device_type, refusals, lazy)
+
+
+def _is_lazy(param: nn.Parameter) -> bool:
+    return isinstance(param, nn.parameter.UninitializedParameter)
 
 
 def _names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
