@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,13 +52,17 @@ class Communicates(RuntimeError):
 
 
 class _SendsNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a forward before a collective of tensors with data: on those without, none is sent."""
+    """Ends a forward before it sends something: some collectives do, of tensors without data, too. Functional ones,
+    which are what Dynamo makes of others in a graph, do not.
+    """
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # else Dynamo would trace nothing inside
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
-                raise Communicates(f"{func} of tensors with data, as of pickled objects")
+            raise Communicates(f"{func}, outside a graph")
         return func(*args, **(kwargs or {}))
 
 
@@ -87,9 +91,20 @@ def watched_reads(mode: FakeTensorMode, watched: Iterable[Tensor]) -> Iterator[s
     Raises:
         Communicates: it would send something.
     """
-    sends_nothing: Any = _SendsNothing()  # type: ignore[no-untyped-call]
-    with mode, sends_nothing, _Reads(watched) as reads:
+    with without_data(mode), _Reads(watched) as reads:
         yield reads.read
+
+
+@contextmanager
+def without_data(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, a forward runs without data, under Dynamo if it is to.
+
+    Raises:
+        Communicates: it would send something.
+    """
+    sends_nothing: Any = _SendsNothing()  # type: ignore[no-untyped-call]
+    with mode, sends_nothing:
+        yield
 
 
 @contextmanager

@@ -64,6 +64,7 @@ class _Recorder(logging.Handler):
         self._found = found
 
     def emit(self, record: logging.LogRecord) -> None:
+        reset_graph_break_dup_checker()  # a break may be met twice, the second time in a loop
         if (said := parsed(record.getMessage())) is None:
             return
         for at, known in enumerate(self._found):

@@ -49,33 +49,27 @@ class ForwardLook:
         self.not_looked_at: list[str] = []
         self._unread = set[str]()
         with fake_forward.same_random_state(), torch.enable_grad(), _quietly():
-            if self._look_for_unread():
-                self._look_for_breaks()
+            try:
+                self._copy()
+            except Exception as error:  # of a user's class
+                said = f"the model cannot be copied ({type(error).__name__}: {error})"
+                self.not_looked_at.append(f"unused parameters and graph breaks: {said}")
+                return
+            self._look_for_unread()
+            self._look_for_breaks()
         self.findings += self._unused()
 
-    def _look_for_unread(self) -> bool:
-        """Returns whether Dynamo may look at it, too."""
-        try:
-            mode, model = self._copy()
-        except Exception as error:  # of a user's class
-            self._give_up("unused parameters and graph breaks", "the model cannot be copied", error)
-            return False
+    def _look_for_unread(self) -> None:
+        mode, model = self._copy()
         named = dict(model.named_parameters())
         try:
             args, kwargs = fake_forward.fake_values(mode, (self._args, self._kwargs), self._device)
             with fake_forward.watched_reads(mode, named.values()) as read:
                 model(*args, **kwargs)
-        except fake_forward.Communicates as error:
-            self._give_up("unused parameters and graph breaks", "forward communicates by itself", error)
-            return False
-        except fake_forward.NEEDS_DATA as error:
-            self._give_up("unused parameters", "forward looks at data, and the copy has none", error)
-            return True
         except Exception as error:
-            self._give_up("unused parameters", "the forward of a copy without data failed", error)
-            return True
-        self._unread = {fsdp2.without_wrappers(name) for name, param in named.items() if id(param) not in read}
-        return True
+            self._give_up("unused parameters", error)
+        else:
+            self._unread = {fsdp2.without_wrappers(name) for name, param in named.items() if id(param) not in read}
 
     def _look_for_breaks(self) -> None:
         mode, model = self._copy()
@@ -87,12 +81,10 @@ class ForwardLook:
         run = torch.compile(entry_point(type(model), _call), backend=as_it_is)
         with recorded_graph_breaks() as breaks:
             try:
-                with mode, guarded_hooks():
+                with fake_forward.without_data(mode), guarded_hooks():
                     run(model, args, kwargs)
-            except fake_forward.NEEDS_DATA as error:
-                self._give_up("graph breaks behind that line", "forward looks at data, and the copy has none", error)
             except Exception as error:
-                self._give_up("all graph breaks", "Dynamo stopped at a copy without data", error)
+                self._give_up("graph breaks behind that line", error)
         self.findings += map(_of_break, breaks)
 
     def _unused(self) -> Iterator[Finding]:
@@ -119,7 +111,12 @@ class ForwardLook:
 
         return mode, plain_copy(self._subject.model, tensor_of, whole_of)
 
-    def _give_up(self, what: str, why: str, error: Exception) -> None:
+    def _give_up(self, what: str, error: Exception) -> None:
+        why = "the forward of a copy without data failed"
+        if isinstance(error, fake_forward.NEEDS_DATA):
+            why = "forward looks at data, and the copy has none"
+        elif isinstance(error, fake_forward.Communicates):
+            why = "forward communicates by itself"
         said = str(error).strip().split("\n")[0]
         self.not_looked_at.append(f"{what}: {why} ({_place_of(error)}{type(error).__name__}: {said:.120})")
 
