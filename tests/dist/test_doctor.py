@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,7 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.spare = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -228,6 +230,10 @@ def eager() -> None:
         assert not report.eager_unshards or kind == "recurrent"
         said = [line for finding in graphshard.doctor(model).of_kind("said by the run") for line in [finding.what]]
         assert said, kind
+        if isinstance(model, Broken):
+            assert "gathered with its unit" in the(diagnosis, "unused").what
+            assert model.spare.grad is None
+            assert {"unshard": 1}.items() <= Counter(record.direction for record in report.programs).items()
         with graphshard.eager(model):
             assert torch.equal(step(model), loss), kind
 
@@ -296,7 +302,7 @@ def handled() -> None:
 
     with torch.device("meta"):
         model = linears()
-    found = the(graphshard.doctor(model, mesh(), models.features(0, 0)), "meta parameter")
+    found = the(graphshard.doctor(model, mesh()), "meta parameter")
     assert (found.verdict, len(found.where)) == ("handled", 4)
     compiled(model)
     with pytest.raises(RuntimeError, match="materialized from meta"):
@@ -314,9 +320,9 @@ def handled() -> None:
 
     extended = Scaled(torch.ones(DIM))
     extended.layer.weight = nn.Parameter(Rounded(extended.layer.weight.detach()))
-    assert the(graphshard.doctor(extended, mesh()), "all-gather extension").where == ("layer.weight",)
-    compiled(extended)
-    step(extended)
+    found = the(graphshard.doctor(extended, mesh()), "all-gather extension")
+    assert (found.where, found.verdict) == (("layer.weight",), "handled")
+    compiled(extended)  # what it trains like: test_extensions
 
 
 def test_what_is_handled(two_ranks: WorkerPool) -> None:
@@ -329,7 +335,7 @@ def test_what_is_handled(two_ranks: WorkerPool) -> None:
 def at_any_time() -> None:
     """On one rank alone: nothing is sent. The same is found of a plain, an annotated and a compiled model."""
     alone = torch.distributed.get_rank() == 0
-    first, second = models.mlps(3), models.mlps(3)
+    first, second = models.mlps(2), models.mlps(2)
     found: list[Any] = []
 
     def look(model: nn.Module, *given: Any) -> None:
