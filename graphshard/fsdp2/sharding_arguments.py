@@ -79,6 +79,12 @@ def refused_tensor(name: str, param: Tensor) -> Iterator[Refusal]:
             "torch.view_as_real(parameter), or in ignored_params"
         )
         yield Refusal("complex", name, error)
+    if not param.dtype.is_floating_point and not param.is_complex() and torch.__version__ < "2.12":
+        error = ValueError(
+            f"{where} is {param.dtype}, and FSDP2 of torch {torch.__version__} shards floating-point numbers only; want "
+            "a buffer, or it in ignored_params"
+        )
+        yield Refusal("integer", name, error)
     local: Any = local_part(param)
     if is_traceable_wrapper_subclass(local) and not has_extension(param):
         error = ValueError(

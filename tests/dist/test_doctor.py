@@ -46,6 +46,10 @@ def compiled(model: nn.Module, **options: Any) -> nn.Module:
     return graphshard.compile(model, mesh(), backend="aot_eager", plan="fsdp2", **options)
 
 
+# In torch 2.11 FSDP2 shards no integers, and Dynamo traces no compiled module.
+NEWER = torch.__version__ >= "2.12"
+
+
 # -- refused
 
 
@@ -109,6 +113,12 @@ def refused() -> None:
         with pytest.raises(Exception, match="several dtypes" if kind == "mixed dtypes" else "sparse"):
             step(model)
         assert found.verdict == "refused", kind
+    if not NEWER:
+        assert the(graphshard.doctor(CompiledInside(), mesh()), "compiled inside").verdict == "refused"
+        with pytest.raises(Exception, match="does not support len"):
+            step(compiled(CompiledInside()))
+        with pytest.raises(ValueError, match="shards floating-point numbers only"):
+            compiled(Scaled(torch.arange(DIM), trained=False))
     shared = models.mlps(2)
     shared[1].up = shared[2].up
     found = the(graphshard.doctor(shared, mesh(), units=["1"]), "units")
@@ -211,7 +221,7 @@ class Broken(nn.Module):
 
 EAGER: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
-    "compiled inside": CompiledInside,
+    **({"compiled inside": CompiledInside} if NEWER else {}),
     "graph break": Broken,
 }
 
@@ -257,7 +267,11 @@ class Frozen(nn.Module):
         super().__init__()
         self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM))
         self.norm = nn.LayerNorm(DIM, dtype=torch.bfloat16).requires_grad_(False)
-        self.order = nn.Parameter(torch.arange(DIM), requires_grad=False)
+        order = torch.arange(DIM)
+        if NEWER:
+            self.order = nn.Parameter(order, requires_grad=False)
+        else:
+            self.register_buffer("order", order)
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.uneven, self.spare = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
         self.also = self.uneven
@@ -271,7 +285,7 @@ class Frozen(nn.Module):
 
 HANDLED = {
     "frozen": ("norm.weight", "norm.bias", "order"),
-    "not floating": ("order",),
+    **({"not floating": ("order",)} if NEWER else {}),
     "no elements": ("empty",),
     "mixed dtypes": ("",),
     "uneven": ("uneven", "spare", "layer.parametrizations.weight.original0"),
@@ -296,7 +310,7 @@ def handled() -> None:
     assert model.spare.grad is None
     assert model.norm.weight.grad is None
     report = graphshard.report(model)
-    assert not report.eager_unshards
+    assert not report.eager_unshards or not NEWER  # Dynamo of torch 2.11 breaks the graph at the backward hook
     with graphshard.eager(model), torch.no_grad():
         assert torch.equal(model(*models.features(0, torch.distributed.get_rank())).float().square().mean(), loss)
 
