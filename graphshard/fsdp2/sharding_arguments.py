@@ -81,8 +81,8 @@ def refused_tensor(name: str, param: Tensor) -> Iterator[Refusal]:
         yield Refusal("complex", name, error)
     if not param.dtype.is_floating_point and not param.is_complex() and torch.__version__ < "2.12":
         error = ValueError(
-            f"{where} is {param.dtype}, and FSDP2 of torch {torch.__version__} shards floating-point numbers only; want "
-            "a buffer, or it in ignored_params"
+            f"{where} is {param.dtype}, and FSDP2 of torch 2.11 shards floating-point numbers only; want a "
+            "buffer, or it in ignored_params"
         )
         yield Refusal("integer", name, error)
     local: Any = local_part(param)
