@@ -3,6 +3,7 @@
 from graphshard.api import compile, eager, report, save_plan, weight_backward
 from graphshard.capture.units import find_units
 from graphshard.errors import CommunicationFailed, ModelDeleted, RanksDiffer, UnsupportedModel, VerifyError
+from graphshard.examining import doctor
 from graphshard.explaining import explain, measure
 from graphshard.plan_file import Plan, PlanMismatch, load_plan
 from graphshard.planner import BudgetTooSmall
@@ -18,6 +19,7 @@ __all__ = [
     "UnsupportedModel",
     "VerifyError",
     "compile",
+    "doctor",
     "eager",
     "explain",
     "find_units",

@@ -20,7 +20,15 @@ from graphshard.capture import marked_classes
 from graphshard.capture.units import resolve_units, said_of_units, units_found
 from graphshard.compat.versions import check_torch_version
 from graphshard.faults import check_deadline, watch
-from graphshard.fsdp2.sharding_arguments import check_parameters, check_placements, check_reshard
+from graphshard.fsdp2.sharding_arguments import (
+    check,
+    check_reshard,
+    refused_devices,
+    refused_modules,
+    refused_parameters,
+    refused_placements,
+    shard_count,
+)
 from graphshard.lowering.driver import check_environment
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planning.options import PLANS, make_planning
@@ -138,6 +146,7 @@ def compile(
         "ignored_params": ignored_params,
     }
     annotated = fsdp2.is_annotated(model)
+    check(refused_modules(model))
     auto = reshard_after_forward == "auto"
     if auto:
         sharding["reshard_after_forward"] = None
@@ -148,11 +157,12 @@ def compile(
     else:
         mesh = _check_mesh(model, mesh)
         kind = mesh.device_type
-        check_parameters(model, ignored_params or set())
+        check(refused_parameters(model, ignored_params or set()))
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            check_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+            check_reshard(reshard_after_forward, shard_count(mesh))
         if callable(shard_placement_fn) and strategy == "fully_shard":
-            check_placements(model, mesh, shard_placement_fn, ignored_params or set())
+            named, ignored = model.named_parameters(), ignored_params or set()
+            check(refused_placements(named, shard_count(mesh), shard_placement_fn, ignored))
     if auto and plan == "fsdp2":
         raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
     if regions == "unit" and not (isinstance(plan, str) and plan in PLANS):
@@ -225,6 +235,7 @@ def _check_types(**arguments: object) -> None:
 
 def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, sharding: dict[str, Any]) -> None:
     have = fsdp2.annotation_mesh(model)
+    check(fsdp2.refused_shards(model))
     if mesh is not None and have is not None and mesh != have:
         raise ValueError(f"compile: mesh: got {mesh}, but the model is annotated with {have}; leave `mesh` out")
     if given := [name for name, value in sharding.items() if value is not None]:
@@ -246,12 +257,7 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("compile: mesh: got 2 axes without names; give init_device_mesh mesh_dim_names")
-    for name, param in model.named_parameters():
-        if param.device.type not in ("meta", mesh.device_type):
-            raise ValueError(
-                f"compile: parameter '{name}' is on {param.device.type}, but the mesh is on {mesh.device_type}; "
-                "move the model first"
-            )
+    check(refused_devices(model, mesh.device_type))
     return mesh
 
 

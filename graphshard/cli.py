@@ -1,13 +1,14 @@
-"""The command line: plan files and hardware, read without a GPU or a process group.
+"""The command line: models, plan files and hardware, read without a GPU or a process group.
 
     graphshard plan show FILE              buckets, launches, waits and predictions of each program
     graphshard plan diff A B               what differs; exit status 1 if anything does
     graphshard plan check FILE             whether the file contradicts itself
     graphshard plan --model M              plans a model (see `graphshard plan --help`)
     graphshard hardware                    the hardware table and its sources
+    graphshard doctor MODULE:FUNCTION      what of a model is handled specially, runs in eager, or is refused
     graphshard diagnose DIR                what happened when a rank hung or died, from the dumps of the ranks
 
-Exit status: 0, 1 (plans differ), 2 (wrong arguments or files).
+Exit status: 0, 1 (plans differ, or something of a model is refused), 2 (wrong arguments or files).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import cast
 
 from graphshard.cost import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_fields
+from graphshard.examining.command import add_arguments
 from graphshard.faults import diagnose
 from graphshard.graph.plan import END
 from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
@@ -63,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     hardware = commands.add_parser("hardware", help="print the hardware table")
     hardware.add_argument("name", nargs="?", help="one row, or a calibration file, with the source of each number")
     hardware.set_defaults(run=_hardware)
+    text = "say what of a model is handled specially, runs in eager, has no effect, or is refused, and what to do"
+    add_arguments(commands.add_parser("doctor", help=text, description=text))
     text = "say what happened when a rank hung or died, from the dumps in a folder (GRAPHSHARD_FAULTS)"
     diagnosed = commands.add_parser("diagnose", help=text, description=text)
     diagnosed.add_argument("folder", metavar="DIR", help="a folder of dumps, of all ranks if they can be put together")

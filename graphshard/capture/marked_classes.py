@@ -92,6 +92,8 @@ class ModelRunner(Protocol):
 
 # In a marked class: the call of the class that it marks.
 _OWN_CALL = "_graphshard_own_call"
+# In a marked class: that class.
+_OWN_CLASS = "_graphshard_own_class"
 _MARKED: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 _AROUND: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -120,10 +122,16 @@ def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
     return _AROUND[cls]
 
 
+def own_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a marked one marks; another one itself."""
+    own: type[nn.Module] = vars(cls).get(_OWN_CLASS, cls)
+    return own
+
+
 def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
     """What every class has that marks `cls`."""
     named = named_parameters(cls.named_parameters, _begin_half, _in_forward, shard_key, _hand_out)
-    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named}
+    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named, _OWN_CLASS: cls}
 
 
 @inline_only

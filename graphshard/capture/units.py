@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -55,7 +56,20 @@ def said_of_units(found: Sequence[FoundUnit]) -> list[str]:
     return said or ["units: none, as no container of the model holds blocks: all of it is one; `units` names others"]
 
 
-def _found(module: nn.Module, place: str, owners: dict[int, int], seen: set[int]) -> Iterator[FoundUnit]:
+def blocks_left(model: nn.Module) -> dict[str, list[str]]:
+    """FQN of each block that is no unit, since it shares something -> FQNs of what it shares."""
+    owners, left = _owner_counts(model), list[nn.Module]()
+    for _ in _found(model, "", owners, set(), left):
+        pass
+    names = {id(module): name for name, module in model.named_modules()}
+    names |= {id(param): name for name, param in model.named_parameters()}
+    return {names[id(block)]: sorted(names[key] for key in _shared(block, owners)) for block in left}
+
+
+def _found(
+    module: nn.Module, place: str, owners: dict[int, int], seen: set[int], left: list[nn.Module] | None = None
+) -> Iterator[FoundUnit]:
+    """Units below `module`; `left` gets blocks that are none."""
     blocks = _blocks(module) if isinstance(module, _CONTAINERS) else {}
     for name, child in module.named_children():
         if id(child) in seen:
@@ -63,8 +77,10 @@ def _found(module: nn.Module, place: str, owners: dict[int, int], seen: set[int]
         seen.add(id(child))
         if id(child) in blocks and not _shared(child, owners):
             yield FoundUnit(child, place, blocks[id(child)])
-        else:
-            yield from _found(child, f"{place}.{name}" if place else name, owners, seen)
+            continue
+        if id(child) in blocks and left is not None:
+            left.append(child)
+        yield from _found(child, f"{place}.{name}" if place else name, owners, seen, left)
 
 
 def _blocks(container: nn.Module) -> dict[int, str]:
@@ -104,10 +120,15 @@ def _numel(module: nn.Module) -> int:
 
 def _kind(module: nn.Module) -> object:
     """What makes two siblings equal blocks; None without parameters, or without a forward to hang a unit on."""
-    if type(module).forward is nn.Module.forward:
+    if not _has_forward(module):
         return None
     shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
     return (type(module), shapes) if shapes else None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the class of a module has a forward of its own; one of TorchScript's would look it up on an instance."""
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -163,6 +184,23 @@ def _check_closed(model: nn.Module, units: Sequence[nn.Module], ignored: Set[nn.
             )
 
 
+def parameters_of_units(
+    model: nn.Module, units: Sequence[nn.Module], ignored: Set[nn.Parameter] = frozenset()
+) -> list[dict[str, nn.Parameter]]:
+    """By FQN, what `fully_shard` will give to each of `units`, called in this order: what no unit before has."""
+    names: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        names[param] = name
+    taken: set[object] = set(ignored)
+    found = []
+    for unit in units:
+        inside = list(_walk(unit, taken))
+        own = {p: names[p] for module in inside for p in module.parameters(recurse=False) if p not in taken}
+        taken.update(own, inside)
+        found.append({name: param for param, name in own.items()})
+    return found
+
+
 def resolve_units(
     model: nn.Module,
     units: Sequence[str | type[nn.Module] | nn.Module] | None,
@@ -200,7 +238,7 @@ def resolve_units(
                 f"compile: units: got {unit!r}, want modules of {type(model).__name__}; see named_modules()"
             )
         for module in found:
-            if module is not model and type(module).forward is nn.Module.forward:
+            if module is not model and not _has_forward(module):
                 raise ValueError(
                     f"compile: units: got {unit!r}, a {type(module).__name__}, which has no forward; name what is in it"
                 )

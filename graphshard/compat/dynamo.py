@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import ConstantSource, RandomValueSource
@@ -33,6 +33,11 @@ def guarded_hooks() -> AbstractContextManager[Any]:
     """
     context: AbstractContextManager[Any] = dynamo_config.patch(skip_nnmodule_hook_guards=False)
     return context
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether it is what `torch.compile` makes of a module."""
+    return isinstance(module, OptimizedModule)
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

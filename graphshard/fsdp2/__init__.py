@@ -11,12 +11,16 @@ from graphshard.fsdp2.models import (
     annotation_mesh,
     is_annotated,
     lazy_init,
+    mixed_dtypes,
     parameter_names,
+    refused_shards,
     replicate,
     sharded_units,
     unit_modules,
+    without_wrappers,
 )
 from graphshard.fsdp2.params import Layout, ShardedParam
+from graphshard.fsdp2.plain import attributes_without, hook_keys, own_class
 from graphshard.fsdp2.units import Unit
 
 __all__ = [
@@ -26,11 +30,17 @@ __all__ = [
     "ShardedParam",
     "Unit",
     "annotation_mesh",
+    "attributes_without",
+    "hook_keys",
     "is_annotated",
     "lazy_init",
+    "mixed_dtypes",
+    "own_class",
     "parameter_names",
+    "refused_shards",
     "replicate",
     "sharded_units",
     "unit_modules",
     "whole_parameter",
+    "without_wrappers",
 ]

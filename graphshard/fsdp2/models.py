@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 
 from graphshard.fsdp2.params import ShardedParam
+from graphshard.fsdp2.sharding_arguments import Refusal, check, refused_dtypes, refused_tensor
 from graphshard.fsdp2.units import Unit
 
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
@@ -68,8 +69,27 @@ def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[st
     for param in params:
         module, name = param.owners[0]
         prefix = modules[id(module)]
-        names.append((f"{prefix}.{name}" if prefix else name).replace(_WRAPPER_PREFIX, ""))
+        names.append(without_wrappers(f"{prefix}.{name}" if prefix else name))
     return names
+
+
+def without_wrappers(name: str) -> str:
+    """An FQN without traces of checkpoint wrappers."""
+    return name.replace(_WRAPPER_PREFIX, "")
+
+
+def refused_shards(model: nn.Module) -> Iterator[Refusal]:
+    """Sharded parameters that no program can gather."""
+    for unit in sharded_units(model):
+        for name, param in zip(parameter_names(model, unit.params), unit.params, strict=True):
+            yield from refused_tensor(name, param.parameter)
+
+
+def mixed_dtypes(model: nn.Module) -> Iterator[Refusal]:
+    """Units whose trainable parameters are not of one dtype, which matters from the first forward on."""
+    for unit in sharded_units(model):
+        named = zip(parameter_names(model, unit.params), (param.parameter for param in unit.params), strict=True)
+        yield from refused_dtypes(unit.name, {name: param.dtype for name, param in named if param.requires_grad})
 
 
 def lazy_init(model: nn.Module) -> None:
@@ -77,8 +97,9 @@ def lazy_init(model: nn.Module) -> None:
 
     Raises:
         RuntimeError: FSDP2's, when parameters are still on the meta device.
-        ValueError: FSDP2's, when two units share a parameter.
+        ValueError: trainable parameters of a unit differ in dtype; FSDP2's, when two units share a parameter.
     """
+    check(mixed_dtypes(model))
     for state in _states(model).values():
         if state._is_root is None:
             state._lazy_init()
@@ -92,7 +113,7 @@ def _states(model: nn.Module) -> dict[str, Any]:
             state = module._get_fsdp_state()
             if id(state) not in seen:  # one state serves every module of a list of modules
                 seen.add(id(state))
-                states[name.replace(_WRAPPER_PREFIX, "")] = state
+                states[without_wrappers(name)] = state
     return states
 
 

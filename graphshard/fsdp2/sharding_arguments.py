@@ -1,29 +1,141 @@
-"""Arguments of `graphshard.compile` that `fully_shard` would refuse, refused before it has sharded anything."""
+"""Models and arguments of `graphshard.compile` that `fully_shard` or the first forward would refuse, refused before
+anything is sharded: what is wrong, one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def check_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Refuses parameters that cannot be sharded."""
+class Refusal(NamedTuple):
+    """One thing that cannot be.
+
+    Attributes:
+        kind: of it, a word or two.
+        where: FQN of a parameter, module or unit.
+        error: to raise.
+    """
+
+    kind: str
+    where: str
+    error: Exception
+
+
+def check(refusals: Iterator[Refusal]) -> None:
+    """Raises the error of the first refusal, if there is one."""
+    for refusal in refusals:
+        raise refusal.error
+
+
+def refused_modules(model: nn.Module) -> Iterator[Refusal]:
+    """Modules whose parameters no compiled model can have."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            yield Refusal(
+                "script module",
+                name,
+                ValueError(
+                    f"compile: module '{name}' is TorchScript's, and has parameters, which its code reads where "
+                    "nothing gathers them; want the module that was scripted or traced"
+                ),
+            )
+
+
+def refused_parameters(model: nn.Module, ignored: set[nn.Parameter]) -> Iterator[Refusal]:
+    """Parameters of a plain model that cannot be sharded."""
     for name, param in model.named_parameters():
         if param in ignored:
             continue
+        where = f"compile: parameter '{name}'"
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"compile: parameter '{name}' is not initialized yet; run the lazy module once before")
-        if param.ndim == 0:
-            raise ValueError(f"compile: parameter '{name}' is a scalar; make it a tensor of one element, shape [1]")
-        if not param.is_contiguous():
-            raise NotImplementedError(
-                f"compile: parameter '{name}' of shape {tuple(param.shape)} has strides {param.stride()}, not "
-                "contiguous ones; register a contiguous copy"
+            error: Exception = ValueError(f"{where} is not initialized yet; run the lazy module once before")
+            yield Refusal("uninitialized", name, error)
+        elif param.ndim == 0:
+            error = ValueError(f"{where} is a scalar; make it a tensor of one element, shape [1]")
+            yield Refusal("scalar", name, error)
+        elif param.layout is not torch.strided or not param.is_contiguous():
+            error = NotImplementedError(
+                f"{where} of shape {tuple(param.shape)} has strides {param.stride()}, not contiguous ones; register a "
+                "contiguous copy"
             )
+            yield Refusal("strides", name, error)
+        else:
+            yield from refused_tensor(name, param)
+
+
+def refused_tensor(name: str, param: Tensor) -> Iterator[Refusal]:
+    """What no program can gather, of a parameter of a plain model, or of its sharded local tensor."""
+    where = f"compile: parameter '{name}'"
+    if param.is_complex():
+        error = ValueError(
+            f"{where} is {param.dtype}, which no collective of a program sends; want it real, as "
+            "torch.view_as_real(parameter), or in ignored_params"
+        )
+        yield Refusal("complex", name, error)
+    if not param.dtype.is_floating_point and not param.is_complex() and torch.__version__ < "2.12":
+        error = ValueError(
+            f"{where} is {param.dtype}, and FSDP2 of torch 2.11 shards floating-point numbers only; want a "
+            "buffer, or it in ignored_params"
+        )
+        yield Refusal("integer", name, error)
+    local: Any = local_part(param)
+    if is_traceable_wrapper_subclass(local) and not has_extension(param):
+        error = ValueError(
+            f"{where} is a {type(local).__name__}, which stands for other tensors and has no fsdp_pre_all_gather "
+            "that says what of them is sent; want one, a plain tensor, or it in ignored_params"
+        )
+        yield Refusal("tensor subclass", name, error)
+
+
+def has_extension(param: Tensor) -> bool:
+    """Whether a parameter's tensor says what is gathered in its place."""
+    return hasattr(local_part(param), "fsdp_pre_all_gather")
+
+
+def local_part(param: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    if not isinstance(param, DTensor):
+        return param
+    with torch.no_grad():
+        return param.to_local()
+
+
+def refused_devices(model: nn.Module, device_type: str) -> Iterator[Refusal]:
+    """Parameters that are elsewhere than the mesh is."""
+    for name, param in model.named_parameters():
+        if param.device.type not in ("meta", device_type):
+            error = ValueError(
+                f"compile: parameter '{name}' is on {param.device.type}, but the mesh is on {device_type}; move the "
+                "model first"
+            )
+            yield Refusal("device", name, error)
+
+
+def refused_dtypes(unit: str, trainable: Mapping[str, torch.dtype]) -> Iterator[Refusal]:
+    """Trainable parameters of one unit that are not of one dtype.
+
+    Args:
+        unit: its name, ``""`` for the root.
+        trainable: dtype of each by FQN.
+    """
+    first: dict[torch.dtype, str] = {}
+    for name, dtype in trainable.items():
+        first.setdefault(dtype, name)
+    if len(first) > 1:
+        said = ", ".join(f"{dtype} ('{name}')" for dtype, name in first.items())
+        error = ValueError(
+            f"unit '{unit or 'root'}' has trainable parameters of several dtypes, {said}, and FSDP2 reduces those of a "
+            "unit together: want one dtype (mp_policy casts what is gathered and reduced), others frozen, or units "
+            "that part them"
+        )
+        yield Refusal("mixed dtypes", unit, error)
 
 
 def check_reshard(count: int, ranks: int) -> None:
@@ -32,21 +144,39 @@ def check_reshard(count: int, ranks: int) -> None:
         raise ValueError(f"compile: reshard_after_forward: got {count}, want a factor of the {ranks} ranks of the mesh")
 
 
-def check_placements(
-    model: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: set[nn.Parameter]
-) -> None:
-    """Refuses what the user's `shard_placement_fn` says, where it cannot be done."""
-    for name, param in model.named_parameters():
+def refused_placements(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    ranks: int,
+    placement_of: Callable[[nn.Parameter], Any],
+    ignored: set[nn.Parameter],
+) -> Iterator[Refusal]:
+    """What the user's `shard_placement_fn` says, where it cannot be done.
+
+    Args:
+        parameters: with their FQNs.
+        ranks: that a parameter is sharded over.
+        placement_of: the user's.
+        ignored: parameters that are not sharded.
+    """
+    for name, param in parameters:
         placement = None if param in ignored else placement_of(param)
         if placement is None or hasattr(placement, "mesh_info") or isinstance(param, DTensor):
             continue  # FSDP2's default; one with a mesh of its own; one whose local size decides
         where = f"compile: shard_placement_fn of parameter '{name}' of shape {tuple(param.shape)}"
         if not isinstance(placement, Shard):
-            raise ValueError(f"{where}: got {placement!r:.80}, want a Shard or None")
-        dim, ranks = placement.dim + param.ndim * (placement.dim < 0), mesh.size(mesh.ndim - 1)
+            yield Refusal("placement", name, ValueError(f"{where}: got {placement!r:.80}, want a Shard or None"))
+            continue
+        dim = placement.dim + param.ndim * (placement.dim < 0)
         if not 0 <= dim < param.ndim:
-            raise ValueError(f"{where}: got {placement}, want a dim in [{-param.ndim}, {param.ndim - 1}]")
-        if dim > 0 and param.shape[dim] % ranks:
-            raise NotImplementedError(
+            error: Exception = ValueError(f"{where}: got {placement}, want a dim in [{-param.ndim}, {param.ndim - 1}]")
+            yield Refusal("placement", name, error)
+        elif dim > 0 and param.shape[dim] % ranks:
+            error = NotImplementedError(
                 f"{where}: got {placement}, which does not divide evenly by {ranks} ranks; only dim 0 may be uneven"
             )
+            yield Refusal("placement", name, error)
+
+
+def shard_count(mesh: DeviceMesh) -> int:
+    """Ranks that a parameter is sharded over: those of the last axis."""
+    return mesh.size(mesh.ndim - 1)

@@ -111,7 +111,11 @@ def _local(build: Builder, shard: Any, spec: ShardSpec) -> Node:
 
 
 def _viewed(build: Builder, node: Node, dtype: torch.dtype) -> Node:
-    return node if val(node).dtype == dtype else build.call(aten.view.dtype, node, dtype)
+    if val(node).dtype == dtype:
+        return node
+    if val(node).numel() == 0:  # its strides say nothing, and may not fit a wider dtype
+        return build.cast(node, dtype)
+    return build.call(aten.view.dtype, node, dtype)
 
 
 def _whole(build: Builder, part: Node, spec: ShardSpec) -> Node:

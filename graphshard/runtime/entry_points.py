@@ -75,7 +75,8 @@ class EntryPoints:
         children = self._children_now()
         if not self._modules or len(children) != len(self._children) or any(map(is_not, children, self._children)):
             self._modules = list(self._model.modules())
-            self._tables = [child_modules(module) for module in self._modules]
+            opens = (module for module in self._modules if not isinstance(module, torch.jit.ScriptModule))
+            self._tables = [child_modules(module) for module in opens]
             self._children = self._children_now()
         if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys

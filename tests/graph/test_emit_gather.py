@@ -54,6 +54,14 @@ def test_gather_of_several_dtypes_is_one_launch_of_bytes() -> None:
     assert found.shard_numel == 26
 
 
+def test_gather_of_several_dtypes_may_hold_parameters_without_elements() -> None:
+    lowered = inserted(two_gathers(Weight("u.none", (0, 4), 0), Weight("u.weight", (4, 3), 1, param_dtype=BF16)))
+    (launch,) = launches(lowered.graph)
+    assert (val(launch).dtype, val(launch).numel()) == (torch.uint8, 2 * 12)
+    casts = lowered.calls(torch.ops.prims.convert_element_type.default)
+    assert [val(node).dtype for node in casts if not val(node).numel()] == [torch.uint8, F32]
+
+
 def test_gather_of_one_dtype_is_not_of_bytes() -> None:
     weights = [Weight("u.a", (4,), 0, dtype=BF16), Weight("u.b", (4,), 1, param_dtype=BF16)]
     lowered = inserted(two_gathers(*weights))

@@ -7,6 +7,13 @@ from tests.mutations.mutation import Mutation
 OF_GRAPHS = (
     # -- capture
     Mutation(
+        "a parameter without elements shares no bucket with wider dtypes",
+        "graphshard/graph/emit_gather.py",
+        "    if val(node).numel() == 0:",
+        "    if False:",
+        ("tests/graph/test_emit_gather.py", "-k", "without_elements"),
+    ),
+    Mutation(
         "a tensor subclass makes another parameter of each read",
         "passes/share_reads.py",
         "elif is_call(node, EXTENDED):",

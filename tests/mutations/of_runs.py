@@ -5,6 +5,28 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 OF_RUNS = (
+    # -- examining, and what it reads
+    Mutation(
+        "a forward that is only looked at may send something",
+        "graphshard/compat/fake_forward.py",
+        'if func.namespace == "c10d":',
+        "if False:",
+        ("tests/graph/test_doctor.py", "-k", "sends_objects"),
+    ),
+    Mutation(
+        "who asks for a parameter's dtype reads it",
+        "graphshard/compat/fake_forward.py",
+        "if found and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):",
+        "if found:",
+        ("tests/graph/test_doctor.py", "-k", "do_not_read or does_not_read"),
+    ),
+    Mutation(
+        "the doctor draws random numbers",
+        "graphshard/compat/fake_forward.py",
+        "        random.setstate(python)\n",
+        "        random.random()\n",
+        ("tests/graph/test_doctor.py", "-k", "stays_as_it_is"),
+    ),
     # -- runtime
     Mutation(
         "a graph of a frame that another calls passes for the whole call",
