@@ -73,7 +73,7 @@ def start_process_group(timeout_s: float = GROUP_TIMEOUT_S) -> None:
     """`init_process_group` over gloo, with a store that is new in each attempt of torchrun's.
 
     torchrun's own outlives the ranks: gloo would find the addresses of dead ones there. On several machines, which may
-    count attempts differently, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead: then each attempt has a
+    count attempts differently, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: then each attempt has a
     store of its own.
     """
     timeout = timedelta(seconds=timeout_s)
