@@ -20,7 +20,8 @@ from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 LIST = "complete.json"
 METADATA = ".metadata"  # of torch: which tensor is where
@@ -55,7 +56,7 @@ class Checkpoints:
     Args:
         folder: where they are, on every rank.
         keep: so many of the newest stay.
-        say: told what is passed over, on rank 0.
+        say: told, on every rank, what is passed over; on rank 0 what is replaced.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:

@@ -34,6 +34,9 @@ from graphshard.demo.train import DemoTrainer
 OTHER_RANKS = 1e-5
 # As long as a rank may wait in a collective for one that compiles, or writes a checkpoint.
 GROUP_TIMEOUT_S = 300.0
+# After SIGTERM, a step and its checkpoint have so long: torchrun, which gives them 30 s, sends it also where a rank has
+# died, and those that wait for that one cannot finish their step.
+GRACE_S = 15
 # What a shell says of a process that SIGTERM has ended: torchrun starts the ranks again, a scheduler puts the job back.
 TERMINATED = 128 + signal.SIGTERM
 
@@ -172,14 +175,17 @@ def _note(log: Path, line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """Inside, SIGTERM ends no rank but stands in the list: the step is finished first."""
+    """Inside, SIGTERM does not end a rank but stands in the list: the step is finished first, within `GRACE_S`."""
     asked: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         asked.append(number)
+        signal.alarm(GRACE_S)
 
     before = signal.signal(signal.SIGTERM, note)
     try:
         yield asked
     finally:
         signal.signal(signal.SIGTERM, before)
+        if asked:
+            signal.alarm(0)
