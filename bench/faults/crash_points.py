@@ -100,7 +100,7 @@ class Crasher:
             self.at("plan entry's name")
 
     def _started(self, words: list[str]) -> None:
-        """A program is about to be started. Of a compiler's, `-o` stands before what it writes; a library that shows what
+        """A program is about to be started. A compiler has `-o` before what it writes; a library that shows what
         the processor can do has another name.
         """
         outputs = [new for old, new in pairwise(words) if old == "-o" and new.endswith(".main.so")]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from graphshard.demo.restartable import OTHER_RANKS
 from graphshard.testing.environment import worker_environment
 
 JOB_S = 300.0
+# torchrun's own grace for its ranks is 30 s.
+SHUTDOWN_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -163,22 +164,23 @@ class CrashRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                start_new_session=True,
             )
             try:
                 return process.wait(self.job_s)
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                _end_session(process.pid)
+                _end(process)
 
 
-def _end_session(leader: int) -> None:
-    """Ends the ranks that are left of a torchrun: each has a session of its own, but it says whose child it was."""
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends a torchrun, if it still runs: it ends its ranks first."""
+    launcher.terminate()
     try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        launcher.wait(SHUTDOWN_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def _outcome(folder: Path, statuses: Sequence[int | None]) -> CrashOutcome:
