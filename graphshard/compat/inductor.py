@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -29,8 +29,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
 
 log = logging.getLogger("graphshard")
-
-T = TypeVar("T")
 
 # A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
 GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
@@ -121,7 +119,12 @@ def compile_graph_inductor(
     gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[[list[Any]], Any]:
     """Inductor's code for one lowered graph. Inductor gets a copy, which it rewrites unless its cache has the code."""
-    return with_whole_libraries(lambda: compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs))
+
+    def compiled() -> Any:
+        return compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs)
+
+    code: Callable[[list[Any]], Any] = with_whole_libraries(compiled)
+    return code
 
 
 def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
@@ -136,10 +139,10 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
     with _apart():
-        return with_whole_libraries(lambda: compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs))
+        return compile_graph_inductor(gm, inputs, kwargs)
 
 
-def with_whole_libraries(compiled: Callable[[], T]) -> T:
+def with_whole_libraries(compiled: Callable[[], Any]) -> Any:
     """``compiled()``; once more for each library in Inductor's cache that cannot be loaded, which is removed first.
 
     The C++ compiler writes it under its name at once: where it was ended on the way, each later process would fail.
