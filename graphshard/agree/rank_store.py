@@ -28,7 +28,7 @@ class Store(Protocol):
         """Adds to a number, atomically; 0 if it is not there. The sum."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Stores a value if the key is not there (`expected` is empty), atomically. What is stored."""
+        """Stores a value if `expected` is there, or, where that is empty, nothing, atomically. What is stored."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
+
+log = logging.getLogger("graphshard")
 
 # A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
 GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
@@ -115,15 +119,19 @@ def compile_graph_inductor(
     gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[[list[Any]], Any]:
     """Inductor's code for one lowered graph. Inductor gets a copy, which it rewrites unless its cache has the code."""
-    compiled: Callable[[list[Any]], Any] = compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs)
-    return compiled
+
+    def compiled() -> Any:
+        return compile_fx_inner(GraphModule(gm, copy_graph(gm)), list(inputs), **kwargs)
+
+    code: Callable[[list[Any]], Any] = with_whole_libraries(compiled)
+    return code
 
 
 def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[list[Any]], Any]:
     """Inductor's code for a part of a program, whose results have the strides that they have in the graph.
 
     Args:
-        gm: the part. It is rewritten.
+        gm: the part. Inductor gets a copy.
         inputs: fake values of its arguments.
         kwargs: of the whole program.
     """
@@ -131,8 +139,35 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
     with _apart():
-        compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs), **kwargs)
-    return compiled
+        return compile_graph_inductor(gm, inputs, kwargs)
+
+
+def with_whole_libraries(compiled: Callable[[], Any]) -> Any:
+    """``compiled()``; once more for each library in Inductor's cache that cannot be loaded, which is removed first.
+
+    The C++ compiler writes it under its name at once: where it was ended on the way, each later process would fail.
+    """
+    removed: set[Path] = set()
+    while True:
+        try:
+            return compiled()
+        except Exception as error:
+            library, why = _damaged_library(error)
+            if library is None or library in removed:
+                raise
+            removed.add(library)
+        log.warning("graphshard: cache: Inductor's library %s is compiled again, for it is damaged: %s", library, why)
+        library.unlink(missing_ok=True)
+
+
+def _damaged_library(error: BaseException | None) -> tuple[Path | None, str]:
+    """That which an error is about, and what it says."""
+    while error is not None:
+        path = getattr(error, "path", None)
+        if isinstance(error, ImportError) and path and Path(path).is_relative_to(cache_dir()):
+            return Path(path), str(error)
+        error = error.__cause__ or error.__context__
+    return None, ""
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from graphshard.demo.compare import BOUNDS, StepComparison, compare, on_all_ranks
 from graphshard.demo.model import Decoder, ModelConfig
+from graphshard.demo.restartable import RunOptions, start_process_group, train
 from graphshard.demo.text import Batches
 from graphshard.demo.train import MICROBATCHES, DemoTrainer, StepResult
 from graphshard.testing.launches import COLLECTIVES
@@ -162,36 +163,91 @@ def resume(trained: DemoTrainer, backend: str, steps: int, mesh: DeviceMesh, bat
     return all(comparison.equal for comparison in comparisons)
 
 
+def parse() -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(prog="graphshard.demo", description="eager FSDP2 and graphshard, step by step")
+    parser.add_argument(
+        "--backend", choices=["aot_eager", "inductor", "both"], help="both; with --checkpoint: inductor"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps (before the checkpoint, at least 2); 8")
+    alone = parser.add_argument_group("one compiled model, that can be killed and started again")
+    alone.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="the folder of its checkpoints, seen by all ranks"
+    )
+    alone.add_argument("--resume", action="store_true", help="go on from the newest complete one, if there is one")
+    alone.add_argument("--every", type=int, metavar="N", help="a checkpoint after so many steps; 4")
+    alone.add_argument("--keep", type=int, metavar="K", help="so many checkpoints; 2")
+    alone.add_argument("--global-batch", type=int, metavar="ROWS", help="of a microbatch, over all ranks; 16")
+    alone.add_argument("--dropout", type=float, metavar="P", help="after attention and feed-forward; 0")
+    alone.add_argument("--losses", type=Path, metavar="FILE", help="gets a line of JSON for each step")
+    args = parser.parse_args()
+    defaults = {"every": 4, "keep": 2, "global_batch": 16, "dropout": 0.0, "losses": None}
+    if args.checkpoint is None:
+        if given := [name for name in (*defaults, "resume") if getattr(args, name) not in (None, False)]:
+            parser.error(f"--{given[0].replace('_', '-')}: want it with --checkpoint DIR")
+        if args.steps < 2:
+            parser.error(f"--steps: got {args.steps}, want at least 2: the first one compiles, the others are timed")
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in ("steps", "every", "keep", "global_batch"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, want at least 1")
+    if not 0 <= args.dropout < 1:
+        parser.error(f"--dropout: got {args.dropout}, want at least 0 and less than 1")
+    if args.losses is not None and not args.losses.absolute().parent.is_dir():
+        parser.error(f"--losses: got {args.losses}, want a file in a folder that is there")
+    args.backend = args.backend or ("both" if args.checkpoint is None else "inductor")
+    if args.checkpoint is not None and args.backend == "both":
+        parser.error("--backend: got both, want one of them with --checkpoint")
+    return args
+
+
 def main() -> int:
     """Runs the demo; returns the exit status, the same on every rank."""
-    parser = argparse.ArgumentParser(prog="graphshard.demo", description="eager FSDP2 and graphshard, step by step")
-    parser.add_argument("--backend", choices=["aot_eager", "inductor", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps before the checkpoint, at least 2")
-    args = parser.parse_args()
-    if args.steps < 2:
-        parser.error(f"--steps: got {args.steps}, want at least 2: the first one compiles, the others are timed")
-
+    args = parse()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts collectives logs its start and stop
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    start_process_group()
     try:
-        world_size = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (world_size,))
-        config = ModelConfig()
-        batches = Batches(dist.get_rank(), world_size, BATCH_SIZE, config.max_seq_len)
-        numel = sum(parameter.numel() for parameter in Decoder(config).parameters())
-        say(f"graphshard demo: torch {torch.__version__}, {world_size} ranks on CPU (gloo)")
-        say(f"decoder of {numel / 1e6:.1f} M parameters in {config.n_layers + 1} units, AdamW, gradients clipped")
-        say(f"{MICROBATCHES} microbatches of {BATCH_SIZE} x {config.max_seq_len} bytes per rank and step")
-        say("text: pydoc_data.topics, the Python reference")
-        backends = ["aot_eager", "inductor"] if args.backend == "both" else [args.backend]
-        equal = [train_side_by_side(backend, args.steps, mesh, batches) for backend in backends]
-        say(f"\n{'all equal' if all(equal) else 'NOT EQUAL, see above'}: {', '.join(backends)} against eager FSDP2")
-        return 0 if all(equal) else 1
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return compare_engines(args, mesh) if args.checkpoint is None else train_alone(args, mesh)
     finally:
         # Sharded models are reference cycles that hold process groups: one left to the interpreter's end aborts it.
         gc.collect()
         dist.destroy_process_group()
+
+
+def train_alone(args: argparse.Namespace, mesh: DeviceMesh) -> int:
+    """One compiled model, with checkpoints."""
+    options = RunOptions(
+        args.checkpoint,
+        args.steps,
+        args.every,
+        args.keep,
+        args.resume,
+        args.backend,
+        args.global_batch,
+        args.losses,
+        ModelConfig(dropout=args.dropout),
+    )
+    return train(options, mesh, say)
+
+
+def compare_engines(args: argparse.Namespace, mesh: DeviceMesh) -> int:
+    """Both engines, side by side."""
+    world_size = dist.get_world_size()
+    config = ModelConfig()
+    batches = Batches(dist.get_rank(), world_size, BATCH_SIZE, config.max_seq_len)
+    numel = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    say(f"graphshard demo: torch {torch.__version__}, {world_size} ranks on CPU (gloo)")
+    say(f"decoder of {numel / 1e6:.1f} M parameters in {config.n_layers + 1} units, AdamW, gradients clipped")
+    say(f"{MICROBATCHES} microbatches of {BATCH_SIZE} x {config.max_seq_len} bytes per rank and step")
+    say("text: pydoc_data.topics, the Python reference")
+    backends = ["aot_eager", "inductor"] if args.backend == "both" else [args.backend]
+    equal = [train_side_by_side(backend, args.steps, mesh, batches) for backend in backends]
+    say(f"\n{'all equal' if all(equal) else 'NOT EQUAL, see above'}: {', '.join(backends)} against eager FSDP2")
+    return 0 if all(equal) else 1
 
 
 if __name__ == "__main__":

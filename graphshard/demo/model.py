@@ -17,6 +17,7 @@ class ModelConfig:
     hidden_dim: int = 704
     max_seq_len: int = 128
     vocab_size: int = 256
+    dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -61,11 +62,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim)
         self.feed_forward = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, seq, dim]` to the same."""
-        x = x + self.attention(self.attention_norm(x))
-        added: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        added: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return added
 
 

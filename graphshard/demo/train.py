@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +59,19 @@ class DemoTrainer:
         mesh: the 1-D mesh to shard over.
         batches: this rank's text.
         seed: of the initial parameters.
+        make_model: makes the decoder.
     """
 
-    def __init__(self, backend: str | None, mesh: DeviceMesh, batches: Batches, seed: int = 0) -> None:
+    def __init__(
+        self,
+        backend: str | None,
+        mesh: DeviceMesh,
+        batches: Batches,
+        seed: int = 0,
+        make_model: Callable[[], Decoder] = lambda: Decoder(ModelConfig()),
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = Decoder(ModelConfig())
+        self.model = make_model()
         shard(self.model, mesh, backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, foreach=True)
         self._batches = batches
@@ -96,13 +106,21 @@ class DemoTrainer:
         self.optimizer.zero_grad()
         return launches
 
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state by name, as they are saved and loaded: sharded, not copied."""
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what was loaded into `state()`."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
     def save(self, folder: Path) -> None:
         """Writes parameters and optimizer state as a distributed checkpoint."""
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state_dict_saver.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        state_dict_saver.save(self.state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, whichever engine it was."""
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state_dict_loader.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        state = self.state()
+        state_dict_loader.load(state, checkpoint_id=folder)
+        self.set_state(state)

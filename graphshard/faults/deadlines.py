@@ -19,7 +19,7 @@ from graphshard.compat.groups import resolve_process_group, timeout_s
 from graphshard.compat.store import default_store, own_connection
 from graphshard.faults.dumps import check_folder
 from graphshard.faults.inquiry import WAITS, read_compiling
-from graphshard.faults.watchdog import Watched, waited, watch_model
+from graphshard.faults.watchdog import Watched, running, waited, watch_model
 from graphshard.faults.watched_run import waiting
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import Report
@@ -118,7 +118,10 @@ def watch(owner: object, model: WatchedModel, units: Sequence[Unit], deadline_s:
 def is_compiling(rank: int) -> bool:
     """Whether another rank says that it compiles, and does not wait for others in that."""
     said = read_compiling(default_store(), [rank])
-    return rank in said and not said[rank].strip().startswith(WAITS.encode())
+    if rank not in said or said[rank].strip().startswith(WAITS.encode()):
+        return False
+    watchdog = running()
+    return watchdog is None or watchdog.alive(said)
 
 
 def _groups_with_peers(units: Iterable[Unit]) -> list[tuple[dist.ProcessGroup, torch.device]]:

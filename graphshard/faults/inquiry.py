@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from uuid import uuid4
 
 from graphshard.agree.rank_store import Store
 from graphshard.faults.status import Status, from_json, to_json
@@ -67,9 +68,18 @@ def latest_question(store: Store) -> int:
     return store.add(f"{_PREFIX}/asked", 0)
 
 
-def raise_alarm(store: Store, rank: int) -> bool:
-    """Whether this rank is the first to raise the alarm: it asks, and the others answer."""
-    return store.compare_set(f"{_PREFIX}/alarm", "", str(rank)) == str(rank).encode()
+def latest_alarm(store: Store) -> str:
+    """The last alarm so far; empty: there was none. The store of torchrun still has that of ranks that were ended."""
+    key = f"{_PREFIX}/alarm"
+    return store.multi_get([key])[0].decode() if store.check([key]) else ""
+
+
+def raise_alarm(store: Store, rank: int, before: str) -> bool:
+    """Whether this rank is the first to raise the alarm: it asks, and the others answer. `before`: the last alarm when
+    this rank began.
+    """
+    alarm = f"{rank} {uuid4().hex}"
+    return store.compare_set(f"{_PREFIX}/alarm", before, alarm) == alarm.encode()
 
 
 def ask(store: Store, rank: int, fault: str, final: bool) -> Question:

@@ -79,13 +79,24 @@ class Watchdog:
         self._standing: _Standing | None = None
         self._excused = -math.inf  # of `time.monotonic`, in seconds: when a peer was last seen compiling
         self._heard: dict[int, tuple[bytes, float]] = {}  # what ranks that compile have said, since when
+        self._seen = 0  # questions
+        self._past_alarm = ""
         work = [self._watch] if store is None else [self._watch, self._listen]
         self._threads = [threading.Thread(target=run, daemon=True, name="graphshard watchdog") for run in work]
 
     def start(self) -> None:
         """Starts the threads."""
+        if (store := self._store) is not None:
+            within(STORE_S, lambda: self._begin(store))
         for thread in self._threads:
             thread.start()
+
+    def _begin(self, store: Store) -> None:
+        """Tells what is in the store already from what comes: it may be of a run before this one."""
+        self._seen, self._past_alarm = inquiry.latest_question(store), inquiry.latest_alarm(store)
+        inquiry.say_compiling(store, self._rank, "")
+        inquiry.say_alive(store, self._rank, "")
+        inquiry.say_raised(store, self._rank, "")
 
     @property
     def serves(self) -> bool:
@@ -140,7 +151,7 @@ class Watchdog:
         if store is not None:
             peers = [rank for rank in status.ranks if rank != self._rank]
             compiling = within(STORE_S, lambda: inquiry.read_compiling(store, peers))
-            if compiling and seconds < watched.patience_s and self._alive(compiling):
+            if compiling and seconds < watched.patience_s and self.alive(compiling):
                 self._excused = time.monotonic()
                 return
             reachable = compiling is not None
@@ -148,8 +159,10 @@ class Watchdog:
                 return  # it has just finished, and runs the program now
         self._raise_alarm(status, store if reachable else None)
 
-    def _alive(self, compiling: Mapping[int, bytes]) -> bool:
-        """Whether one of the ranks that compile has said something else lately: it is not stopped."""
+    def alive(self, compiling: Mapping[int, bytes]) -> bool:
+        """Whether one of the ranks that say that they compile has said something else lately: it is not stopped, and
+        was not ended before this run.
+        """
         now = time.monotonic()
         for rank, text in compiling.items():
             if self._heard.get(rank, (b"", now))[0] != text:
@@ -157,7 +170,8 @@ class Watchdog:
         return any(now - self._heard[rank][1] < _SILENCE_S for rank in compiling)
 
     def _raise_alarm(self, status: Status, store: Store | None) -> None:
-        first = None if store is None else within(STORE_S, lambda: inquiry.raise_alarm(store, self._rank))
+        past = self._past_alarm
+        first = None if store is None else within(STORE_S, lambda: inquiry.raise_alarm(store, self._rank, past))
         if first is False:
             # Another rank was first: the listener answers it, and ends the process.
             time.sleep(POLL_S + ANSWER_S)
@@ -211,18 +225,16 @@ class Watchdog:
         store = self._store
         assert store is not None
         try:
-            seen, beats = inquiry.latest_question(store), 0
-            inquiry.say_alive(store, self._rank, "")
-            inquiry.say_raised(store, self._rank, "")  # else a run before this one may have
+            beats, beating = 0, False
             while not self._ended.wait(POLL_S) and self.serves:
                 if _traced() or activity.compiling is not None:
-                    beats += 1
+                    beats, beating = beats + 1, True
                     inquiry.say_alive(store, self._rank, str(beats))
-                elif beats:
-                    beats = 0
+                elif beating:
+                    beating = False
                     inquiry.say_alive(store, self._rank, "")
-                if (question := inquiry.read_question(store, seen + 1)) is not None:
-                    seen = question.number
+                if (question := inquiry.read_question(store, self._seen + 1)) is not None:
+                    self._seen = question.number
                     if question.rank != self._rank:
                         self._reply(store, question)
         except RuntimeError as error:  # the store has ended: so have the ranks that would ask

@@ -18,10 +18,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.faults import inquiry
 from graphshard.faults.inquiry import POLL_S
 from graphshard.runtime import region_lowering
 from graphshard.testing import worker_main
@@ -58,6 +59,7 @@ def run_ranks(scenario: str, folder: Path, world_size: int = 2, **options: Any) 
     # The store's process lives on, unless that is the fault.
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     port = store.port
+    leave_behind(PrefixStore("default_pg", store), world_size)
     if scenario == "stop_store":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -93,6 +95,15 @@ def run_ranks(scenario: str, folder: Path, world_size: int = 2, **options: Any) 
         )
         for rank, process in enumerate(ranks)
     ]
+
+
+def leave_behind(store: PrefixStore, world_size: int) -> None:
+    """What ranks that were ended have left in the store, as torchrun's has it when it starts them again."""
+    inquiry.raise_alarm(store, 0, "")
+    inquiry.ask(store, 0, "fault", final=True)
+    for rank in range(world_size):
+        inquiry.say_raised(store, rank, "of an earlier run")
+        inquiry.say_compiling(store, rank, "what an earlier run compiled")
 
 
 def run(scenario: str, rank: int, world_size: int, port: int, folder: Path, options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.faults import __main__ as faults
 from bench.faults.catalog import FAULTS, RANK, RANK_OR_UNIT, Fault
+from bench.faults.crashes import CRASHES
 from bench.faults.group import KINDS, FaultyGroup
 from bench.faults.injections import Injection
 from bench.faults.outcomes import JobOutcome, RankEnd, Result, Verdict, VerdictKind, fault_row, judge, same, sentences
@@ -162,7 +163,7 @@ def test_options_are_checked_and_quick_fills_in(capsys: pytest.CaptureFixture[st
     quick = faults.parse(["--quick", "--times", "2"])
     assert (tuple(quick.faults), tuple(quick.ranks), quick.times) == (faults.QUICK, (2,), 2)
     full = faults.parse([])
-    assert (tuple(full.faults), tuple(full.ranks)) == (tuple(FAULTS), (2, 4))
+    assert (tuple(full.faults), tuple(full.ranks)) == ((*FAULTS, *CRASHES), (2, 4))
     for bad in (["--faults", "nothing"], ["--ranks", "1"], ["--times", "0"], ["--deadline", "0"], ["--json", "no/f"]):
         with pytest.raises(SystemExit):
             faults.parse(bad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from graphshard.compat.inductor import (
     generated_code,
     keep_what_forward_saves,
     source_digest,
+    with_whole_libraries,
 )
 from graphshard.compat.results import keep_strides
 from graphshard.compat.running_trace import traced_code
@@ -304,3 +306,40 @@ def test_timers_of_torchs_compilers_are_nested_as_is_known() -> None:
     # A torch may leave its partitioner untimed.
     assert {name for name in PHASES if phases[name] > 0.0} >= {*PHASES} - {PARTITIONER}
     assert sum(phases.values()) < took_s
+
+
+# -- Inductor's libraries
+
+
+def test_library_that_a_compiler_has_not_finished_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library, other = tmp_path / "a.main.so", tmp_path.parent / "b.main.so"
+
+    def compiled() -> str:
+        if not library.exists():
+            return "whole"
+        try:
+            raise ImportError("file too short", path=str(library))
+        except ImportError as error:
+            raise RuntimeError("Inductor's own") from error
+
+    library.touch()
+    assert with_whole_libraries(compiled) == "whole"
+    assert f"Inductor's library {library} is compiled again, for it is damaged: file too short" in caplog.text
+
+    def never() -> None:
+        library.touch()
+        raise ImportError("undefined symbol", path=str(library))
+
+    with pytest.raises(ImportError, match="undefined symbol"):  # once, not for ever
+        with_whole_libraries(never)
+
+    def elsewhere() -> None:
+        other.touch()
+        raise ImportError("no file of Inductor's", path=str(other))
+
+    with pytest.raises(ImportError, match="no file of Inductor's"):
+        with_whole_libraries(elsewhere)
+    assert other.exists()

@@ -44,7 +44,31 @@ def test_questions_do_not_take_each_others_answers() -> None:
 
 def test_one_rank_raises_the_alarm() -> None:
     store = HashStore()
-    assert [inquiry.raise_alarm(store, rank) for rank in (3, 1, 3)] == [True, False, True]
+    assert [inquiry.raise_alarm(store, rank, "") for rank in (3, 1, 3)] == [True, False, False]
+
+
+def test_alarm_of_ranks_that_were_ended_does_not_silence_those_started_again() -> None:
+    store = HashStore()
+    assert inquiry.raise_alarm(store, 1, inquiry.latest_alarm(store))
+    before = inquiry.latest_alarm(store)  # ranks of the next attempt find it
+    assert [inquiry.raise_alarm(store, rank, before) for rank in (2, 0)] == [True, False]
+
+
+def test_what_ranks_that_were_ended_have_left_is_not_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("graphshard.faults.watchdog.weakref.ref", lambda group: None)
+    store = HashStore()
+    inquiry.say_compiling(store, 1, "the backward of region 0")
+    inquiry.say_alive(store, 1, "4")
+    inquiry.say_raised(store, 1, "no memory left")
+    past = inquiry.ask(store, 0, "fault", final=True)
+    watchdog = Watchdog(store, {})
+    watchdog.start()
+    watchdog.stop()
+    assert inquiry.read_compiling(store, [1]) == {}
+    assert inquiry.read_raised(store, [1]) == {}
+    assert watchdog._seen == past.number
 
 
 def test_who_answered_waits_until_the_question_is_closed() -> None:
@@ -82,6 +106,7 @@ def test_rank_is_believed_to_compile_while_it_says_so(monkeypatch: pytest.Monkey
     assert [is_compiling(rank) for rank in (1, 2, 3)] == [True, False, False]
     inquiry.say_compiling(store, 1, f"{inquiry.WAITS}, the backward of region 0")
     assert not is_compiling(1)  # else two that wait for each other would wait for ever
+    inquiry.say_compiling(store, 1, "the backward of region 0")
 
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
@@ -89,13 +114,19 @@ def test_rank_is_believed_to_compile_while_it_says_so(monkeypatch: pytest.Monkey
     now = 100.0
     monkeypatch.setattr("graphshard.faults.watchdog.time.monotonic", lambda: now)
     watchdog = Watchdog(None, {})
-    assert watchdog._alive({1: b"4"})
+    monkeypatch.setattr("graphshard.faults.deadlines.running", lambda: watchdog)
+    assert is_compiling(1)
+    now += 60.0
+    assert not is_compiling(1)  # it was ended, or is stopped
+    inquiry.say_alive(store, 1, "5")
+    assert is_compiling(1)
+    assert watchdog.alive({1: b"4"})
     now += inquiry.POLL_S
-    assert watchdog._alive({1: b"4"})
+    assert watchdog.alive({1: b"4"})
     now += inquiry.POLL_S
-    assert not watchdog._alive({1: b"4"})
-    assert watchdog._alive({1: b"4", 2: b"1"})
-    assert watchdog._alive({1: b"5"})
+    assert not watchdog.alive({1: b"4"})
+    assert watchdog.alive({1: b"4", 2: b"1"})
+    assert watchdog.alive({1: b"5"})
 
 
 @pytest.mark.parametrize(("timeout_s", "deadline_s"), [(600.0, 570.0), (1800.0, 1770.0), (100.0, 70.0), (40.0, 36.0)])

@@ -309,4 +309,41 @@ OF_RUNS = (
         "            True,\n",
         ("tests/dist/test_control.py", "-k", "all_reduce"),
     ),
+    # -- demo
+    Mutation(
+        "a folder that was never finished passes for a checkpoint",
+        "graphshard/demo/checkpoints.py",
+        "for name in names if _NAME.fullmatch(name)]\n",
+        "for name in names if _NAME.match(name)]\n",
+        ("tests/dist/test_demo_checkpoints.py", "-k", "never_finished"),
+    ),
+    Mutation(
+        "a rank loads a checkpoint that another does not see",
+        "graphshard/demo/checkpoints.py",
+        "for rank, (said, _) in enumerate(found) if said]",
+        "for rank, (said, _) in enumerate(found) if said and rank == self._rank]",
+        ("tests/dist/test_demo_checkpoints.py", "-k", "see_other_folders"),
+    ),
+    Mutation(
+        "random numbers begin anew at a checkpoint",
+        "graphshard/demo/restartable.py",
+        '        torch.set_rng_state(state["rng"][f"rank{rank}"])\n',
+        "",
+        ("tests/dist/test_demo_checkpoints.py", "-k", "goes_on_bitwise"),
+    ),
+    # -- faults
+    Mutation(
+        "the alarm of ranks that were ended silences those started again",
+        "graphshard/faults/inquiry.py",
+        'f"{_PREFIX}/alarm", before, alarm)',
+        'f"{_PREFIX}/alarm", "", alarm)',
+        ("tests/graph/test_fault_inquiry.py", "-k", "started_again"),
+    ),
+    Mutation(
+        "a rank that was ended while it compiled is believed to compile",
+        "graphshard/faults/deadlines.py",
+        "    return watchdog is None or watchdog.alive(said)\n",
+        "    return True\n",
+        ("tests/graph/test_fault_inquiry.py", "-k", "believed_to_compile"),
+    ),
 )
