@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, TWIN_MARK, shard_key
+from graphshard.capture.marked_classes import ENGINE, SHARD_PREFIX, shard_key
 from graphshard.capture.parameters_in_forward import FORWARD
+from graphshard.capture.twin_asking import TWIN_MARK
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, type, BuiltinFunctionType)

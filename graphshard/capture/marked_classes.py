@@ -20,17 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.capture.parameters_in_forward import FORWARD, named_parameters
 from graphshard.capture.spmd_parameters import on_whole_mesh
+from graphshard.capture.twin_asking import traced_once
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only
 from graphshard.graph.elsewhere import ELSEWHERE
 from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.markers import UNSHARD
-from graphshard.graph.twin_calls import ASK, END, TWIN
 
 # On the instance: the engine that runs it.
 ENGINE = "_graphshard_engine"
-# On a block that may have twins: its mark, or "" (see `twins`).
-TWIN_MARK = "_graphshard_twin"
 SHARD_PREFIX = "_graphshard_shard_"
 # Names of entry points' code begin so.
 _ENTRY = "call_"
@@ -102,7 +100,7 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: b
     """The marked class of `cls` whose sharded parameters are `names`; of blocks that may be alike, if so."""
     if (cls, names, may_have_twins) not in _MARKED:
         body: dict[str, Any] = _seen_as(cls) | {name: _parameter_property(name) for name in names}
-        body["__call__"] = _calling(_traced_once(cls.__call__) if may_have_twins else cls.__call__)
+        body["__call__"] = _calling(traced_once(cls.__call__) if may_have_twins else cls.__call__)
         body[_OWN_CALL] = cls.__call__
         if issubclass(cls, nn.RNNBase):
             body["_flat_weights"] = property(_read_flat_weights, _write_flat_weights)
@@ -236,71 +234,6 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
         return engine.call(self, args, kwargs)
 
     return inline_only(call_module)
-
-
-def _traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` of a block in a trace: of blocks that are alike, and called alike, one is traced (see `twin_calls`)."""
-
-    def call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        block = self.__dict__[TWIN_MARK]
-        tensors: list[Tensor] = []
-        numbers: list[int] = []
-        said = _said((args, tuple(kwargs.items())), tensors, numbers) if block else _OTHER
-        if _OTHER in said or not tensors:
-            return call(self, *args, **kwargs)
-        answer = ASK(tensors, numbers, block, said).shape
-        if answer[0]:
-            outputs = TWIN(tensors, numbers, block, answer[1])
-            return tuple([outputs[at - 1] if at else None for at in answer[2:]]) if len(answer) > 2 else outputs[0]
-        returned = call(self, *args, **kwargs)
-        outputs, results = _listed(returned)
-        if outputs:
-            END(outputs, answer[1], results)
-        return returned
-
-    return inline_only(call_block)
-
-
-_OTHER = "?"
-
-
-@inline_only
-def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    """A call's arguments as text, in which every tensor is alike and joins `tensors`, every int `numbers`; with
-    `_OTHER`, if there are any that text cannot tell apart, or that a block could change.
-    """
-    if type(value) is Tensor or type(value) is nn.Parameter:
-        tensors.append(value)
-        return "T" if type(value) is Tensor else "P"
-    if value is None or value is True or value is False:
-        return str(value)
-    if type(value) is int:
-        numbers.append(value)
-        return "N"
-    if type(value) is str:
-        return f"{len(value)}'{value}'"
-    if type(value) is tuple:
-        return "(" + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
-    return _OTHER
-
-
-@inline_only
-def _listed(returned: Any) -> tuple[list[Tensor], list[int]]:
-    """The tensors that a block returned, and the results that `END` is told; no tensors: `END` cannot be told."""
-    if type(returned) is Tensor:
-        return [returned], []
-    outputs: list[Tensor] = []
-    results: list[int] = []
-    if type(returned) is tuple:
-        for result in returned:
-            if type(result) is Tensor:
-                outputs.append(result)
-                results.append(len(outputs))
-            elif result is None:
-                results.append(0)
-            else:
-                return [], []
-    return outputs, results
 
 
 # An RNN keeps its parameters in a list too, which no property would see.

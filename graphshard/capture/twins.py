@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from graphshard.capture.alike import BlockState, Place, indices
-from graphshard.capture.marked_classes import TWIN_MARK
+from graphshard.capture.twin_asking import TWIN_MARK
 
 T = TypeVar("T")
 MOST_CHANGES = 3  # of what blocks have in common, each of which has them traced again

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from graphshard.capture.alike import BlockState, indices
-from graphshard.capture.marked_classes import TWIN_MARK
+from graphshard.capture.twin_asking import TWIN_MARK
 from graphshard.capture.twins import Twins, candidates
 
 SHARED, SCALE = object(), torch.ones(4)

@@ -64,11 +64,18 @@ OF_RUNS = (
         ("tests/dist/test_across_regions.py", "-k", "each_region_gathers"),
     ),
     Mutation(
-        "reductions that were put off are forgotten when a backward ends",
-        "graphshard/state/unit_reductions.py",
-        "        self.launch_put_off()\n        self.finish()\n",
-        "        self.finish()\n",
-        ("tests/dist/test_across_regions.py", "-k", "leaves_its_order"),
+        "what forward writes of other units is compiled as if it were of its own",
+        "graphshard/runtime/backend.py",
+        "    if written := written_elsewhere(gm, inputs, lambda value: id(value) in registered):\n",
+        "    if (written := written_elsewhere(gm, inputs, lambda value: id(value) in registered)) and fullgraph:\n",
+        ("tests/dist/test_writes_elsewhere.py", "-k", "by_attribute"),
+    ),
+    Mutation(
+        "what was gathered ahead of code that has shards is used as it was",
+        "graphshard/state/unit_gathers.py",
+        "(unit in self.handed_out or found.is_outdated())",
+        "found.is_outdated()",
+        ("tests/dist/test_writes_elsewhere.py", "-k", "hidden"),
     ),
     Mutation(
         "what forward keeps for backward is not counted where regions are planned together",
