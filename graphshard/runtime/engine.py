@@ -234,7 +234,8 @@ class Engine:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         shard = self.shards.at(leaf)
-        if not (module.__dict__[FORWARD].runs or shard in self._outside.served):  # FSDP2 has a shard here
+        is_gathered = module.__dict__[FORWARD].runs if self.running else shard in self._outside.served
+        if not is_gathered:  # in FSDP2, too
             self.handed_out(module, name)
             found = own_parameters(module)[name]
             assert found is not None
