@@ -48,6 +48,7 @@ class Pass:
         changes_signature: whether it may change placeholders and results.
         permutes: whether it does nothing but reorder nodes.
         keeps: how alike what a graph computes is before and after it, by its edit.
+        sends: whether what a program sends depends on it.
         brings: which of the program's flags it brings in, and with them other arguments and results.
     """
 
@@ -58,6 +59,7 @@ class Pass:
     changes_signature: bool = False
     permutes: bool = False
     keeps: Callable[[Any], Sameness] = bitwise
+    sends: bool = False
     brings: Literal["", "gathers", "gradients"] = ""
 
 
@@ -82,9 +84,9 @@ PROGRAM = (
     Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True, brings="gathers"),
     Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True, brings="gradients"),
     OUTLINE,
-    Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
-    Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True),
+    Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True, sends=True),
+    Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True, sends=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),
     Pass("fuse_copies", fuse_copies.decide, fuse_copies.apply, optional=True),
-    Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True),
+    Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True, sends=True),
 )

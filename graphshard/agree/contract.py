@@ -35,12 +35,14 @@ class Contract:
         steps: of the program that it was decided for; where its nodes are not these, only their order counts.
         params: all parameters of that program.
         chosen: what made it: the planner's search, or one of its baselines.
+        without: names of optional passes that every rank leaves out of that program.
     """
 
     buckets: tuple[PlannedBucket, ...]
     steps: tuple[PlannedStep, ...]
     params: tuple[ContractParam, ...]
     chosen: str = "fsdp2"
+    without: tuple[str, ...] = ()
 
     def text(self) -> str:
         """As it is posted."""

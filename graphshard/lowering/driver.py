@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from graphshard.validation import Before
 log = logging.getLogger("graphshard")
 
 OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
+# Those on which what a program sends does not depend: a rank leaves them out alone.
+OWN = OPTIONAL - {step.name for step in PROGRAM if step.sends}
 Say = Callable[[str], object]
 # The level from which on graphs are run before and after a pass, and optional passes that fail are left out.
 RUNS = 2
@@ -39,10 +41,16 @@ def check_environment() -> None:
     ValueError: if one of graphshard's environment variables has a value that it cannot have.
     """
     env.verify_level()
+    env.verify_limit_mib()
     env.disabled_passes(OPTIONAL)
     directory = env.dump_dir()
     if directory is not None and directory.exists() and not directory.is_dir():
         raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, which is a file, want a directory")
+
+
+def shared_environment() -> str:
+    """What the ranks must have in common of it: they leave passes out together."""
+    return f"GRAPHSHARD_VERIFY {'runs' if env.verify_level() >= RUNS else 'does not run'} programs"
 
 
 _Observer = Callable[[GraphModule, str], None]
@@ -125,14 +133,31 @@ def _apply_captured(
     _dump(env.dump_dir(), title, number, step.name, graph, str(edit))
 
 
+def leaves_out(error: VerifyError, passes: frozenset[str], ctx: PassContext, say: Say, title: str) -> PassContext:
+    """A context without the pass that has failed; says so.
+
+    Args:
+        error: its failure.
+        passes: that may be left out.
+        ctx: with it.
+        say: is told.
+        title: of the program.
+
+    Raises:
+        VerifyError: `error`, where the pass may not be left out, or GRAPHSHARD_VERIFY is below 2.
+    """
+    if error.step not in passes - ctx.without or env.verify_level() < RUNS:
+        raise error
+    say(f"pass {error.step} is left out of {title}: {shown(error)}")
+    return replace(ctx, without=ctx.without | {error.step})
+
+
 def shown(error: VerifyError) -> str:
     """The first line of an error, which has a graph behind it."""
     return str(error).splitlines()[0]
 
 
-def collapse(
-    graph: Graph, edit: object, title: str, blocks: Mapping[str, GraphModule], say: Say = log.warning
-) -> None:
+def collapse(graph: Graph, edit: object, title: str, blocks: Mapping[str, GraphModule], say: Say = log.warning) -> None:
     """Runs `COLLAPSE` on a graph of Dynamo's as an edit says, in place. `blocks`: what calls stand for, by body."""
     ctx = PassContext("captured")
     _apply_captured(graph, COLLAPSE, edit, ctx, f"{title}.captured", len(CAPTURED) + 1, say, blocks)
@@ -201,9 +226,7 @@ def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[
     return frozenset(ctx.params[name].fqn for name in names if name not in ctx.flags.unreduced)
 
 
-def _run(
-    graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, say: Say
-) -> list[tuple[str, object]]:
+def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, say: Say) -> list[tuple[str, object]]:
     level, disabled, directory = env.verify_level(), env.disabled_passes(OPTIONAL), env.dump_dir()
     if level:
         verify.check_lint(graph)

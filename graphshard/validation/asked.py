@@ -119,5 +119,5 @@ class Asked:
 reductions_of = reductions
 
 
-def _is_zero(values: Values) -> bool:
+def _is_zero(values: list[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) and not bool(value.count_nonzero()) for value in values)

@@ -54,7 +54,7 @@ class Captured:
         full: dict[object, Values] = {}
 
         def gather(node: Node, shards: Values, wires: Values | None) -> Values:
-            key = repr(node.args)
+            key = (node.args[1], *map(id, shards))  # a block has other shards in each call
             if key not in full:
                 with torch.enable_grad():
                     full[key] = list(_Gather.apply(node, self.reductions, *shards))  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Captured:
             torch.set_grad_enabled(before)
         return [*results, *self._grads(results, inputs)]
 
-    def _grads(self, results: list[Values], inputs: list[Values]) -> list[Values]:
+    def _grads(self, results: list[list[Any]], inputs: list[list[Any]]) -> list[Values]:
         losses = {id(one): one for values in results for one in values if isinstance(one, Tensor) and one.requires_grad}
         asked = [values for values in inputs if isinstance(values[0], Tensor) and values[0].requires_grad]
         wanted = {id(one): one for values in asked for one in values}
@@ -87,7 +87,7 @@ def _weights(result: Tensor) -> Tensor:
 
 
 def captured_inputs(graph: Graph, drawing: Drawing) -> list[Values]:
-    """Inputs of a captured graph: those that need a gradient say so, and each rank has its own, which may be written."""
+    """Inputs of a captured graph: those that need a gradient say so, and each rank has its own, to write."""
     found = []
     for node in graph.find_nodes(op="placeholder"):
         like = value_of(node)

@@ -62,9 +62,7 @@ class Before:
         self._text = _text(self.graph)
         self.graph = _copied(self.graph)
 
-    def check(
-        self, after: Graph, step: str, title: str, sameness: Sameness | None = None, brings: Brings = ""
-    ) -> str:
+    def check(self, after: Graph, step: str, title: str, sameness: Sameness | None = None, brings: Brings = "") -> str:
         """Compares with the graph after the pass.
 
         Args:
@@ -205,9 +203,7 @@ class _Comparison:
     def _drawing(self, draw: Draw) -> Drawing:
         return Drawing(self.world, draw, specs_of(self.before), self.ctx.flags.undefined)
 
-    def _run_before(
-        self, draw: Draw, seen: Callable[[Node, Values], None] | None = None
-    ) -> tuple[_Ran, Reductions]:
+    def _run_before(self, draw: Draw, seen: Callable[[Node, Values], None] | None = None) -> tuple[_Ran, Reductions]:
         drawing = self._drawing(draw)
         if self._is_traced:
             inputs = captured_inputs(self.before, drawing)
@@ -222,9 +218,7 @@ class _Comparison:
 
         return self._run(self.before, inputs, reduced, tell), reduced
 
-    def _run_after(
-        self, ran: _Ran, reduced: Reductions, seen: Callable[[Node, Values], None] | None = None
-    ) -> _Ran:
+    def _run_after(self, ran: _Ran, reduced: Reductions, seen: Callable[[Node, Values], None] | None = None) -> _Ran:
         given = Reductions(self.ctx, self.world, dict(reduced.inputs))
         if self._is_traced:
             inputs = captured_inputs(self.after, self._drawing(self._draw))
@@ -294,9 +288,7 @@ def _check_size(graph: Graph, world: World) -> None:
     total = sum(_nbytes(value_of(node)) for node in graph.nodes) * min(KINDS, world.size)
     total += sum(_nbytes(value_of(node)) for node in graph.find_nodes(op="placeholder")) * world.size
     if total > (limit := env.verify_limit_mib()) * _MIB:
-        raise Unchecked(
-            f"its values would take {total / _MIB:.0f} MiB, more than GRAPHSHARD_VERIFY_MIB={limit} allows"
-        )
+        raise Unchecked(f"its values would take {total / _MIB:.0f} MiB, more than GRAPHSHARD_VERIFY_MIB={limit} allows")
 
 
 def _nbytes(value: object) -> int:

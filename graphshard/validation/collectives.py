@@ -67,7 +67,7 @@ class InFlight:
     def _results(self, given: list[Tensor], args: list[tuple[Any, ...]]) -> list[Tensor]:
         target, count = self.node.target, len(given)
         if target is ALL_TO_ALL:
-            parts = [one.split(splits[2]) for one, splits in zip(given, args, strict=True)]
+            parts = [torch.split_with_sizes(one, splits[2]) for one, splits in zip(given, args, strict=True)]
             return [torch.cat([part[place] for part in parts]) for place in range(count)]
         if target is BROADCAST:
             return [given[int(args[0][1]) % count].clone()] * count

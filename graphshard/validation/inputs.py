@@ -57,11 +57,11 @@ class Drawing:
             raise Unchecked(f"%{name} is a {type(like).__name__}, for which no value is made up")
         if like.device.type not in ("cpu", "cuda"):
             raise Unchecked(f"%{name} is on {like.device}")
-        if like.dtype == torch.uint8 and like.dim() == 1 and not is_known(like.shape[0]):  # of random numbers
-            return [torch.get_rng_state()] * self.world.size
-        if name in self.specs and like.dim() == 1 and like.dtype.is_floating_point:
-            if (found := self._shards(name, like)) is not None:
-                return found
+        if (state := _random_state(like)) is not None:
+            return [state] * self.world.size
+        is_shard = name in self.specs and like.dim() == 1 and like.dtype.is_floating_point
+        if is_shard and (found := self._shards(name, like)) is not None:
+            return found
         kinds = [self._tensor(f"{name}/{kind}", name, like) for kind in range(min(KINDS, self.world.size))]
         return [kinds[rank % len(kinds)] for rank in range(self.world.size)]
 
@@ -78,7 +78,15 @@ class Drawing:
             copies = world.members(spec.replicate_group, rank) if spec.replicas > 1 else (rank,)
             place = ranks.index(rank)
             # Ranks of other axes, as of tensor parallelism, have parameters of their own.
-            alike = tuple(sorted({other for one in copies for other in (world.members(spec.group, one) if spec.world_size > 1 else (one,))}))
+            alike = tuple(
+                sorted(
+                    {
+                        other
+                        for one in copies
+                        for other in (world.members(spec.group, one) if spec.world_size > 1 else (one,))
+                    }
+                )
+            )
             if alike not in shards:
                 full = self._random(f"{name}/{alike[0]}", spec.size, like.dtype, like.device) * _SHARD_SCALE
                 shards[alike] = parted(full, spec)
@@ -107,6 +115,14 @@ class Drawing:
         if self.draw == "positive":
             drawn = drawn.abs() + _SCALE
         return drawn.to(device, dtype)
+
+
+def _random_state(like: Tensor) -> Tensor | None:
+    """A state of random numbers, where a value is like one."""
+    state = torch.get_rng_state()
+    if like.dtype != torch.uint8 or like.dim() != 1 or like.device.type != "cpu":
+        return None
+    return state if size_hint(like.shape[0], state.numel()) == state.numel() else None
 
 
 def _numbers(name: str, sizes: Iterable[int | torch.SymInt]) -> list[int]:

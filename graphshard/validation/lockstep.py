@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.compat.dispatch import each_operator
 from graphshard.compat.tensors import is_torch_operator, no_fake_mode
 from graphshard.graph.block_calls import BLOCK, BLOCK_BACKWARD, BLOCK_SAVING, PASS_ON, body_of, call_block
 from graphshard.graph.ir import WAIT, is_call, output_args, spec_of
@@ -40,28 +40,22 @@ class NodeFailed(Exception):
         self.node = node
 
 
-class _NoCommunication(TorchDispatchMode):
-    """Inside, an operator that would talk to other processes is refused."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space = getattr(func, "namespace", "")
-        if space in _COMMUNICATE or (space == "graphshard" and func._schema.name.split("::")[1] in _OF_MARKERS):  # noqa: SLF001
-            raise Unchecked(f"it communicates by {func}, inside what is called as a whole")
-        return func(*args, **(kwargs or {}))
+def _refuse_communication(called: Any) -> None:
+    space = getattr(called, "namespace", "")
+    if space in _COMMUNICATE or (space == "graphshard" and str(called).split(".")[1] in _OF_MARKERS):
+        raise Unchecked(f"it communicates by {called}, inside what is called as a whole")
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """A world of its own: real tensors, random numbers from seed 0, given back behind, and no communication."""
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with (
         no_fake_mode(),
         torch.random.fork_rng(cuda),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
-        _NoCommunication(),
+        each_operator(_refuse_communication),
     ):
         torch.manual_seed(0)
         yield
@@ -132,22 +126,28 @@ class LockStep:
         if is_call(node, REDUCE_GRAD):
             return self._reductions.reduced(node, *(values[cast(Node, source)] for source in node.args[:2]))
         if is_call(node, WAIT):
-            source = values[node.all_input_nodes[0]]
-            return source[0].arrived() if isinstance(source[0], InFlight) else source
+            launched = values[node.all_input_nodes[0]]
+            return launched[0].arrived() if isinstance(launched[0], InFlight) else launched
         if target in OWN:
-            args = [map_arg(node.args, lambda one, r=r: values[one][r]) for r in self._ranks]
+            args: list[Any] = [self._of_rank(node.args, values, rank) for rank in self._ranks]
             return [InFlight(node, [given[0] for given in args], args, self._reductions.world)] * len(self._ranks)
         if target in (ALL_REDUCE_HOOK, PASS_ON):  # what users' hooks do is left out, here as where they are asked for
             return values[node.all_input_nodes[0]]
         if target in (BLOCK, BLOCK_SAVING, BLOCK_BACKWARD) or target is call_block:
             return self._block(node, values)
         if target is torch.ops.higher_order.tag_activation_checkpoint:  # it computes the same once more, in backward
-            part, *given = (values[one] if isinstance(one, Node) else [one] * len(self._ranks) for one in node.args)
-            return _by_rank(self._inner(part[0], given))
+            part, *rest = self._each(node.args, values)
+            return _by_rank(self._inner(part[0], rest))
         for source in node.all_input_nodes:
             if any(isinstance(value, InFlight) for value in values[source]) and target is not operator.getitem:
                 raise RuntimeError(f"%{source.name} is read before it is awaited")
         return self._alike(node, values, self._function(graph, node, values))
+
+    def _each(self, args: Sequence[Any], values: dict[Node, Values]) -> list[Values]:
+        return [values[one] if isinstance(one, Node) else [one] * len(self._ranks) for one in args]
+
+    def _of_rank(self, args: Any, values: dict[Node, Values], rank: int) -> Any:
+        return map_arg(args, lambda one: values[one][rank])
 
     def _gathered(self, node: Node, shards: Values, wires: Values | None) -> Values:
         return cast(Values, gathered(wires or shards, spec_of(node), self._reductions.world))
@@ -175,7 +175,7 @@ class LockStep:
         known: dict[tuple[int, ...], Any] = {}
         for rank, key in enumerate(keys):
             if key not in known:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda one, rank=rank: values[one][rank])
+                args, kwargs = self._of_rank((node.args, node.kwargs), values, rank)
                 known[key] = function(*args, **kwargs)
         return [known[key] for key in keys]
 
@@ -187,7 +187,7 @@ class LockStep:
     def _block(self, node: Node, values: dict[Node, Values]) -> Values:
         args: Any = node.args
         if node.target is call_block:
-            given, name = [values[one] for one in args[1:]], args[0]
+            name, given = args[0], [values[one] for one in args[1:]]
             return _by_rank(self._inner(self._blocks[name.partition("#")[0]], given))
         given, name = [values[one] for one in args[0]], args[1]
         body = body_of(name)

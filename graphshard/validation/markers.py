@@ -96,9 +96,7 @@ class Reductions:
         shards: list[Tensor],
         earlier: list[Tensor] | None,
     ) -> Values:
-        ops = reduce_ops(
-            spec.reduce_dtype, spec.world_size, spec.replicas, settings.divide_factor, settings.force_sum
-        )
+        ops = reduce_ops(spec.reduce_dtype, spec.world_size, spec.replicas, settings.divide_factor, settings.force_sum)
 
         def scaled(grad: Tensor) -> Tensor:
             grad = grad.to(spec.reduce_dtype)
@@ -134,7 +132,11 @@ class Reductions:
 
 def shard_name(marker: Node) -> str:
     """Name of what a marker's shard is a view of."""
-    node = marker.args[0] if len(marker.args) < 3 or not is_call(marker, torch.ops.graphshard.reduce_grad.default) else marker.args[1]
+    node = (
+        marker.args[0]
+        if len(marker.args) < 3 or not is_call(marker, torch.ops.graphshard.reduce_grad.default)
+        else marker.args[1]
+    )
     while isinstance(node, Node) and may_view(node):
         node = node.args[0]
     return node.name if isinstance(node, Node) else ""

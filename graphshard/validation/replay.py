@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,29 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from graphshard.validation.differences import first_difference, result_names
 from graphshard.graph.ir import output_args
+from graphshard.validation.differences import first_difference, result_names
 from graphshard.validation.lockstep import LockStep, alone
 from graphshard.validation.markers import Reductions
 from graphshard.validation.world import World
 
 
 def replay(folder: Path) -> int:
-    """Runs both graphs of a folder; prints what differs. Returns 1 where something does, else 0.
+    """Runs both graphs of a folder; says what differs. Returns 1 where something does, else 0.
 
     The folder holds code: run none that you would not run as a script.
     """
     data = torch.load(folder / "inputs.pt", weights_only=True)
     parts = {name: runpy.run_path(str(folder / f"{name}.py")) for name in ("before", "after")}
-    print(parts["after"]["says"])
+    lines = [parts["after"]["says"]]
     want, status = data["want"], 0
     for name in ("before", "after") if parts["before"]["reruns_before"] else ("after",):
         got = _run(parts[name], data[name], data["constants"])
         names = result_names(output_args(got[1]))
         found = first_difference(got[0], want, names, parts[name]["sameness"], torch.bfloat16)
-        print(f"{name} the pass: {found or 'as wanted'}")
+        lines.append(f"{name} the pass: {found or 'as wanted'}")
         status = int(found is not None)
+    sys.stdout.write("\n".join([*lines, ""]))
     return status
 
 

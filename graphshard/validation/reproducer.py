@@ -7,6 +7,7 @@ inputs of all ranks, and a script that runs by itself.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 from collections.abc import Mapping
@@ -162,7 +163,7 @@ def _source(value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         given = ", ".join(f"{entry.name}={_source(getattr(value, entry.name))}" for entry in fields(value))
         return f"{type(value).__name__}({given})"
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+    if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)):
         return repr(value)

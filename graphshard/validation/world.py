@@ -6,6 +6,7 @@ read off them; where there are none, groups are the axes of a mesh of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ def _real(name: str) -> tuple[int, int] | None:
         ranks = dist.get_process_group_ranks(resolve_process_group(name))
     except (RuntimeError, ValueError, KeyError):
         return None
-    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)} or {1}
+    steps = {b - a for a, b in itertools.pairwise(ranks)} or {1}
     if len(steps) > 1 or min(steps) < 1:
         raise Unchecked(f"process group {name!r} has ranks {ranks}, which are no axis of a mesh")
     return min(steps), len(ranks)
