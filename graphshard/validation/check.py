@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard import env
-from graphshard.compat.tensors import size_hint
+from graphshard.compat.tensors import no_fake_mode, size_hint
 from graphshard.errors import PassFailed
 from graphshard.graph.ir import PassContext, output_args, reductions, spec_of, unshards
 from graphshard.graph.sameness import Bitwise, Sameness
@@ -89,7 +89,8 @@ class Before:
                 where = comparison.first_node(difference)
         except Unchecked as why:
             return str(why)
-        folder = write_reproducer(title, step, comparison.reproducer(difference))
+        with no_fake_mode():
+            folder = write_reproducer(title, step, comparison.reproducer(difference))
         node = f", first in %{where}" if where else ""
         raise PassFailed(f"pass {step} of {title} changes what is computed: {difference}{node}; {folder}")
 

@@ -24,6 +24,7 @@ from graphshard.validation.unchecked import Unchecked
 
 Values = list[Any]
 _COMMUNICATE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp")
+_KNOWN = ("aten", "prims", "prim", "inductor", "rngprims", "quantized", "higher_order", "graphshard")
 _OF_MARKERS = ("unshard", "reduce_grad", "custom_all_gather", "custom_reduce_scatter", "all_reduce_hook")
 
 
@@ -44,6 +45,8 @@ def _refuse_communication(called: Any) -> None:
     space = getattr(called, "namespace", "")
     if space in _COMMUNICATE or (space == "graphshard" and str(called).split(".")[1] in _OF_MARKERS):
         raise Unchecked(f"it communicates by {called}, inside what is called as a whole")
+    if space and space not in _KNOWN:
+        raise Unchecked(f"it calls {called}, which is not torch's own and may do anything")
 
 
 @contextmanager

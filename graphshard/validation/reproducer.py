@@ -101,11 +101,16 @@ def _reduced(graph: Graph, result: int) -> Graph:
     copy.output(copy.graph_copy(graph, {}))
     if result < len(results := output_args(copy)):
         output_node(copy).args = ((results[result],),)
-    copy.eliminate_dead_code()
-    for node in copy.find_nodes(op="placeholder"):
-        if not node.users:
+    for node in reversed(copy.nodes):
+        if not node.users and node.op != "output" and not _matters(node):
             copy.erase_node(node)
     return copy
+
+
+def _matters(node: Node) -> bool:
+    """Whether others may depend on a node that they do not read: it writes, or draws random numbers."""
+    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
 
 
 def _code(graph: Graph, parts: Mapping[str, Any], constants: dict[str, Tensor]) -> str:
