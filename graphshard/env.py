@@ -45,7 +45,12 @@ def fault_dir() -> Path:
     the system's temporary directory.
     """
     raw = os.environ.get("GRAPHSHARD_FAULTS", "")
-    return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
+    return Path(raw) if raw else shared_fault_dir()
+
+
+def shared_fault_dir() -> Path:
+    """Where that is by default: in a folder that all users of a machine share."""
+    return Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
 def traces_twins() -> bool | None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch.fx import Graph
 
+from graphshard.files import parse_json
 from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
 from graphshard.graph.ir import collective, launches
 from graphshard.graph.plan import Decision, PlannedBucket, PlannedStep
@@ -55,7 +56,7 @@ class Contract:
         Raises:
             ValueError: it is none; says where.
         """
-        found: Contract = decode(Contract, json.loads(text), "contract")
+        found: Contract = decode(Contract, parse_json(text), "contract")
         return found
 
     def for_params(self, params: Sequence[ContractParam]) -> Contract:

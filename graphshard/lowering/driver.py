@@ -20,6 +20,7 @@ from graphshard import env
 from graphshard.compat.inductor import copy_graph, log_artifact, module_of
 from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
+from graphshard.files import make_private, write_private
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
@@ -294,6 +295,6 @@ def _dump(directory: Path | None, title: str, number: int, name: str, graph: Gra
     text = (f"# {edit}\n" if edit else "") + format_graph(graph)
     if dist.is_initialized():
         directory = directory / f"rank{dist.get_rank()}"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{title}.{number}.{name}.ir").write_text(text)
+    make_private(directory)
+    write_private(directory / f"{title}.{number}.{name}.ir", text)
     log_artifact(f"graphshard_{title}_{number}_{name}", text)

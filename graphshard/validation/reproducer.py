@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from graphshard import env
 from graphshard.compat.tensors import is_torch_operator
+from graphshard.files import make_private, write_private
 from graphshard.graph.ir import output_args, output_node
 from graphshard.graph.printer import format_graph
 
@@ -55,9 +56,9 @@ def write_reproducer(title: str, step: str, parts: Mapping[str, Any]) -> str:
         folder = folder / f"rank{dist.get_rank()}"
     folder = folder / f"{title}.{step}.{os.getpid()}-{next(_numbers)}"
     try:
-        folder.mkdir(mode=0o700, parents=True)
+        make_private(folder)
         for name in ("before", "after"):
-            _private(folder / f"{name}.ir").write_text(format_graph(parts[name]), encoding="utf-8")
+            write_private(folder / f"{name}.ir", format_graph(parts[name]))
         try:
             return f"run {_write_script(folder, parts)}"
         except _NoCode as why:
@@ -79,16 +80,11 @@ def _write_script(folder: Path, parts: Mapping[str, Any]) -> Path:
     want = parts["want"] if result is None else [parts["want"][result]]
     data = {"before": kept[0], "after": kept[1], "want": [one and _plain(one) for one in want], "constants": constants}
     for name, text in texts.items():
-        _private(folder / f"{name}.py").write_text(text, encoding="utf-8")
-    torch.save(data, _private(folder / "inputs.pt"))
-    script = _private(folder / "run.py")
-    script.write_text(_RUN, encoding="utf-8")
+        write_private(folder / f"{name}.py", text)
+    (folder / "inputs.pt").touch(mode=0o600)
+    torch.save(data, folder / "inputs.pt")
+    write_private(script := folder / "run.py", _RUN)
     return script
-
-
-def _private(path: Path) -> Path:
-    path.touch(mode=0o600)
-    return path
 
 
 def _plain(values: list[Any]) -> list[Any]:
