@@ -84,7 +84,9 @@ def _remembered(key: str, made: Callable[[], T], encoded: Callable[[T], Any], de
             carry_entry(key, content)
             return known
         except Exception as error:  # an entry may hold anything, and is needed for nothing
-            log.warning("graphshard: plan cache: entry %s is ignored, and made again: %s", key[:16], error)
+            log.warning(
+                "graphshard: plan cache: entry %s is ignored, and made again: %.300s", key[:16], ascii(str(error))
+            )
     found = made()
     write_entry(key, json.dumps(encoded(found)).encode())
     return found

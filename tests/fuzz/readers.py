@@ -175,8 +175,8 @@ def play(name: str, inputs: int, seed: int) -> Counter[str]:
         Exception: whatever a reader raised that it does not document.
     """
     reader, came = readers()[name], Counter[str]()
-    # An entry that is ignored is a warning.
-    with tempfile.TemporaryDirectory() as folder_name, mock.patch.object(plan_cache, "log", logging.Logger("unheard")):
+    unheard = logging.Logger("unheard", logging.CRITICAL)  # an entry that is ignored is a warning
+    with tempfile.TemporaryDirectory() as folder_name, mock.patch.object(plan_cache, "log", unheard):
         folder = Path(folder_name)
         reader.read(json.dumps(reader.valid).encode(), folder)
 
