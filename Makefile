@@ -24,7 +24,7 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo check test mutants fuzz gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo check test mutants fuzz fuzz-readers gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
@@ -32,6 +32,7 @@ help:
 	@echo 'make test    run the tests'
 	@echo 'make mutants deliberate breaks, each of which a test has to notice'
 	@echo 'make fuzz    $(N) random training jobs from SEED=$(SEED), compared with eager FSDP2 bit for bit'
+	@echo 'make fuzz-readers  $(N) hostile inputs from SEED=$(SEED) for each reader of files and messages'
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
@@ -53,6 +54,9 @@ mutants: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --cases $(N) --seed $(SEED)
+
+fuzz-readers: $(INSTALLED)
+	PYTHONPATH=tests/graph $(BIN)/python -m tests.fuzz.readers --inputs $(N) --seed $(SEED)
 
 # gpu-test and bench-gpu, not in .venv: a CUDA build of torch is there already, or there is nothing to run.
 gpu-test:

@@ -29,7 +29,7 @@ from graphshard.fsdp2.sharding_arguments import (
     refused_placements,
     shard_count,
 )
-from graphshard.lowering.driver import check_environment
+from graphshard.lowering.driver import check_environment, shared_environment
 from graphshard.plan_file import Plan, write_plan
 from graphshard.planning.options import PLANS, make_planning
 from graphshard.planning.planned_programs import planned_so_far
@@ -176,7 +176,8 @@ def compile(
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     engine.context.report.units = said
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
-    settings = (f"backend {backend}, regions {regions}, strategy {strategy}", *compares, *planning.settings)
+    shape = (f"backend {backend}, regions {regions}, strategy {strategy}", shared_environment())
+    settings = (*shape, *compares, *planning.settings)
     planning.posts = post_settings(engine.context.name, engine.units, settings)
     watch(engine, engine.context, engine.units, deadline_s)
     return model

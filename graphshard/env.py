@@ -6,9 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
+_DIGITS = 10
+
 
 def verify_level() -> int:
-    """``GRAPHSHARD_VERIFY``: 0 no checks, 1 (default) structure after every pass, 2 also recomputes every fake value.
+    """``GRAPHSHARD_VERIFY``: 0 no checks, 1 (default) structure after every pass, 2 also recomputes every fake value,
+    and runs the graph before and after every pass.
 
     Raises:
         ValueError: if it is not one of 0, 1 and 2.
@@ -16,6 +19,18 @@ def verify_level() -> int:
     raw = os.environ.get("GRAPHSHARD_VERIFY", "1")
     if raw not in ("0", "1", "2"):
         raise ValueError(f"GRAPHSHARD_VERIFY: got {raw!r}, want 0, 1 or 2")
+    return int(raw)
+
+
+def verify_limit_mib() -> int:
+    """``GRAPHSHARD_VERIFY_MIB``: graphs whose values, on a few ranks, take more MiB are not run by level 2; 256.
+
+    Raises:
+        ValueError: if it is no whole number from 0 up.
+    """
+    raw = os.environ.get("GRAPHSHARD_VERIFY_MIB", "256")
+    if not (raw.isascii() and raw.isdecimal() and len(raw) < _DIGITS):
+        raise ValueError(f"GRAPHSHARD_VERIFY_MIB: got {raw!r}, want a number of MiB")
     return int(raw)
 
 
@@ -30,7 +45,12 @@ def fault_dir() -> Path:
     the system's temporary directory.
     """
     raw = os.environ.get("GRAPHSHARD_FAULTS", "")
-    return Path(raw) if raw else Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
+    return Path(raw) if raw else shared_fault_dir()
+
+
+def shared_fault_dir() -> Path:
+    """Where that is by default: in a folder that all users of a machine share."""
+    return Path(tempfile.gettempdir(), f"graphshard-faults-{os.getuid()}")
 
 
 def traces_twins() -> bool | None:

@@ -12,11 +12,20 @@ class VerifyError(RuntimeError):
 
     Attributes:
         invariant: id of the invariant that failed, such as ``"C1"``.
+        step: name of the pass, where it was one that broke it.
     """
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"[{invariant}] {message}")
         self.invariant = invariant
+        self.step = ""
+
+
+class PassFailed(VerifyError):
+    """A pass changed what a graph computes: invariant ``"V1"``; the message names pass, result, node and reproducer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("V1", message)
 
 
 class ModelDeleted(RuntimeError):

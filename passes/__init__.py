@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from graphshard.graph.sameness import Sameness, bitwise
 from graphshard.passes import (
     apply_flags,
     apply_residency,
@@ -46,6 +47,9 @@ class Pass:
         optional: whether a program is right without it.
         changes_signature: whether it may change placeholders and results.
         permutes: whether it does nothing but reorder nodes.
+        keeps: how alike what a graph computes is before and after it, by its edit.
+        sends: whether what a program sends depends on it.
+        brings: which of the program's flags it brings in, and with them other arguments and results.
     """
 
     name: str
@@ -54,6 +58,9 @@ class Pass:
     optional: bool = False
     changes_signature: bool = False
     permutes: bool = False
+    keeps: Callable[[Any], Sameness] = bitwise
+    sends: bool = False
+    brings: Literal["", "gathers", "gradients"] = ""
 
 
 CAPTURED = (
@@ -66,20 +73,20 @@ EXPAND = Pass("expand_blocks", expand_blocks.decide, expand_blocks.apply)
 
 JOINT = (
     Pass("split_blocks", split_blocks.decide, split_blocks.apply),
-    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
+    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply, keeps=fold_unshards.keeps),
     Pass("tag_reshard", tag_reshard.decide, tag_reshard.apply),
 )
 
 OUTLINE = Pass("outline_blocks", outline_blocks.decide, outline_blocks.apply, optional=True)
 
 PROGRAM = (
-    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply),
-    Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True),
-    Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True),
+    Pass("fold_unshards", fold_unshards.decide, fold_unshards.apply, keeps=fold_unshards.keeps),
+    Pass("apply_residency", apply_residency.decide, apply_residency.apply, changes_signature=True, brings="gathers"),
+    Pass("apply_flags", apply_flags.decide, apply_flags.apply, changes_signature=True, brings="gradients"),
     OUTLINE,
-    Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True),
-    Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True),
+    Pass("assign_buckets", assign_buckets.decide, assign_buckets.apply, optional=True, sends=True),
+    Pass("choose_copies", choose_copies.decide, choose_copies.apply, optional=True, sends=True),
     Pass("insert_collectives", insert_collectives.decide, insert_collectives.apply),
     Pass("fuse_copies", fuse_copies.decide, fuse_copies.apply, optional=True),
-    Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True),
+    Pass("order_launches", order_launches.decide, order_launches.apply, optional=True, permutes=True, sends=True),
 )

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from graphshard.graph.builder import Builder
 from graphshard.graph.ir import PassContext, aten, is_call, reductions, unshards
 from graphshard.graph.markers import REDUCE_GRAD
+from graphshard.graph.sameness import Bitwise, Regrouped, Sameness
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class FoldEdit:
 
     def __bool__(self) -> bool:
         return bool(self.duplicates or self.sums)
+
+
+def keeps(edit: FoldEdit) -> Sameness:
+    """Gradients are added up before they are reduced, not behind that."""
+    return Regrouped("gradients of one parameter are added before they are reduced") if edit.sums else Bitwise()
 
 
 def decide(graph: Graph, ctx: PassContext) -> FoldEdit:

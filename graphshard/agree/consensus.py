@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ class Consensus:
         what: str,
         decide: Callable[[], str],
         leader: int | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> str:
         """The decision on `key`.
 
@@ -152,6 +152,29 @@ class Consensus:
             self._store.set_first(name, _LATE)
         return _election(self._store.get(name))
 
+    def union(self, key: str, words: Collection[str], patience_s: float) -> frozenset[str] | None:
+        """All words of all ranks that come; the same on each of them.
+
+        Args:
+            key: the same on every rank.
+            words: of this rank, without spaces.
+            patience_s: most seconds to wait for ranks that do not compile.
+
+        Returns:
+            None: not all came in time, on any rank that came, now or later.
+        """
+        if self._store is None:
+            return frozenset(words)
+        name = self._name(key)
+        self._store.set(f"{name}/{self.rank}", _DECIDED + " ".join(sorted(words)))
+        if self._store.add(f"{name}/count") == len(self.ranks):
+            said = [self._store.get(f"{name}/{rank}").removeprefix(_DECIDED) for rank in self.ranks]
+            self._store.set_first(name, _DECIDED + " ".join(sorted({word for one in said for word in one.split()})))
+        if not self._wait(name, {f"{name}/{rank}": rank for rank in self.ranks}, patience_s):
+            self._store.set_first(name, _LATE)
+        text = self._store.get(name)
+        return None if text == _LATE else frozenset(text.removeprefix(_DECIDED).split())
+
     def met(self, key: str) -> Election | None:
         """What ranks say at the latest: None if one that has met no other in time has still not come."""
         if self._store is None:
@@ -205,7 +228,7 @@ class Consensus:
         return found
 
     def _follow(
-        self, key: str, what: str, decide: Callable[[], str], leader: int, meanwhile: Callable[[], None] | None
+        self, key: str, what: str, decide: Callable[[], str], leader: int, meanwhile: Callable[[], object] | None
     ) -> str:
         assert self._store is not None
         name = self._name(key)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch.fx import Graph
 
+from graphshard.files import parse_json
 from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
 from graphshard.graph.ir import collective, launches
 from graphshard.graph.plan import Decision, PlannedBucket, PlannedStep
@@ -35,12 +36,14 @@ class Contract:
         steps: of the program that it was decided for; where its nodes are not these, only their order counts.
         params: all parameters of that program.
         chosen: what made it: the planner's search, or one of its baselines.
+        without: names of optional passes that every rank leaves out of that program.
     """
 
     buckets: tuple[PlannedBucket, ...]
     steps: tuple[PlannedStep, ...]
     params: tuple[ContractParam, ...]
     chosen: str = "fsdp2"
+    without: tuple[str, ...] = ()
 
     def text(self) -> str:
         """As it is posted."""
@@ -53,7 +56,7 @@ class Contract:
         Raises:
             ValueError: it is none; says where.
         """
-        found: Contract = decode(Contract, json.loads(text), "contract")
+        found: Contract = decode(Contract, parse_json(text), "contract")
         return found
 
     def for_params(self, params: Sequence[ContractParam]) -> Contract:

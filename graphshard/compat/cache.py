@@ -11,9 +11,13 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
+from graphshard.files import read_limited
+
 log = logging.getLogger("graphshard")
 
 _TYPE = "graphshard"
+# Of an entry.
+MAX_BYTES = 64 * 2**20
 
 
 @CacheArtifactFactory.register
@@ -22,10 +26,10 @@ class PlanArtifact(CacheArtifact):
 
     def populate_cache(self) -> None:
         """Writes it into the cache of this one."""
-        if self.key.isalnum():
+        if self.key.isascii() and self.key.isalnum() and len(self.content) <= MAX_BYTES:
             _write(self.key, self.content)
         else:
-            log.warning("graphshard: cache: artifact %.40r is ignored: that is no key", self.key)
+            log.warning("graphshard: cache: artifact %.40r is ignored: that is no key, or no entry", self.key)
 
     @staticmethod
     def type() -> str:
@@ -38,8 +42,8 @@ def read_entry(key: str) -> bytes | None:
     if torch.compiler.config.force_disable_caches:
         return None
     try:
-        return _path(key).read_bytes()
-    except OSError:
+        return read_limited(_path(key), MAX_BYTES, follow=False)
+    except (OSError, ValueError):
         return None
 
 

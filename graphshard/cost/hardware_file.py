@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.cost.rates import Hardware, Protocol
+from graphshard.files import parse_json, read_limited
 
 FORMAT, VERSION = "graphshard-hardware", 1
+# Of a file: it has every raw measurement.
+MAX_BYTES = 16 * 2**20
 _OF_FILE = frozenset({"format", "version", "hardware", "machine", "samples"})
 
 
@@ -59,13 +62,13 @@ def read_hardware(path: Path) -> Hardware:
             machine has; says which, and what is wanted.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_limited(path, MAX_BYTES), finite=False)
     except OSError as error:
         raise ValueError(
             f"hardware file {path}: {error.strerror or error}; want a file of graphshard.calibrate"
         ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"hardware file {path}: got no JSON ({error}); want a file of graphshard.calibrate") from error
+    except ValueError as error:
+        raise ValueError(f"hardware file {path}: {error}; want a file of graphshard.calibrate") from error
     try:
         return _hardware(content)
     except ValueError as error:

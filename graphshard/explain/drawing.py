@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from importlib import resources
 from math import ceil, floor, log10
 
 from graphshard.explain.contents import CATEGORIES, figures
 from graphshard.explain.lanes import KINDS, Bar, Lane, described, lanes_of
+from graphshard.explain.markup import escape
 from graphshard.explain.memory_steps import memory_steps
 from graphshard.explain.program import PlannedProgram
 from graphshard.explain.quantities import format_bytes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 
 from graphshard.explain.contents import CATEGORIES, Table, overview, section
 from graphshard.explain.drawing import asset, timeline
 from graphshard.explain.lanes import KINDS, lanes_of
+from graphshard.explain.markup import escape
 from graphshard.explain.program import PlannedProgram
 
 # Up to so many rows a list of buckets is open at first.
@@ -138,7 +138,7 @@ def _table(table: Table, links: Sequence[str] = ()) -> str:
 def _cell(table: Table, column: int, cell: str) -> str:
     name = table.columns[column]
     if name == ">share" and cell.endswith(" %"):
-        return f'<td class="number share" style="--part: {cell.removesuffix(" %")}%">{cell}</td>'
+        return f'<td class="number share" style="--part: {escape(cell.removesuffix(" %"))}%">{escape(cell)}</td>'
     if name.startswith(">"):
         return f'<td class="number">{escape(cell)}</td>'
     if table.prose and column == len(table.columns) - 1:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from graphshard import env
 from graphshard.faults.status import Status, from_json, stacks
+from graphshard.files import check_own, make_private, parse_json, read_limited, write_private
 
 MAX_BYTES = 8 * 2**20
 MAX_FILES = 8192
@@ -45,10 +47,16 @@ def fault_name(rank: int) -> str:
 def check_folder(folder: Path) -> str:
     """Makes the folder for dumps; what keeps files out of it, if anything does."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(folder)
     except OSError as error:
         return str(error)
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into '{folder}'"
+
+
+def _make(folder: Path) -> None:
+    make_private(folder)
+    if folder == env.shared_fault_dir():
+        check_own(folder)
 
 
 def write_dump(folder: Path, dump: Dump) -> str:
@@ -64,11 +72,9 @@ def write_dump(folder: Path, dump: Dump) -> str:
         "stacks": stacks(),
     }
     path = folder / f"{dump.fault}.{dump.status.rank}{_SUFFIX}"
-    part = path.with_suffix(f".{os.getpid()}")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part.write_text(json.dumps(contents, indent=1), encoding="utf-8")
-        part.replace(path)
+        _make(folder)
+        write_private(path, json.dumps(contents, indent=1))
     except OSError as error:
         return f"no dump: {error}"
     return f"dump: {path}"
@@ -91,17 +97,14 @@ def read_dumps(folder: Path) -> tuple[list[Dump], list[str]]:
     for file in files:
         try:
             found.append(_read(file))
-        except (OSError, ValueError, RecursionError) as error:
-            refused.append(f"{file.name}: {str(error) or type(error).__name__}")
+        except (OSError, ValueError) as error:
+            said = f"{file.name}: {str(error) or type(error).__name__}"
+            refused.append("".join(letter if letter.isprintable() else "?" for letter in said))  # terminals obey
     return found, refused
 
 
 def _read(file: Path) -> Dump:
-    with file.open("rb") as opened:
-        data = opened.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"got more than {MAX_BYTES} bytes, want a dump of a fault")
-    contents = json.loads(data)
+    contents = parse_json(read_limited(file, MAX_BYTES, follow=False))
     if not isinstance(contents, dict) or contents.get("graphshard_fault") != _FORMAT:
         raise ValueError(f"got no 'graphshard_fault': {_FORMAT}, want a dump of a fault")
     fault, written, answers = contents.get("fault"), contents.get("written"), contents.get("answers")

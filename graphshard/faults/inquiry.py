@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from graphshard.agree.rank_store import Store
 from graphshard.faults.status import Status, from_json, to_json
+from graphshard.files import parse_json
 
 POLL_S = 2.0
 # A live rank answers within one poll.
@@ -94,7 +95,7 @@ def read_question(store: Store, number: int) -> Question | None:
     key = f"{_PREFIX}/{number}/question"
     if not store.check([key]):
         return None
-    rank, fault, final = json.loads(store.multi_get([key])[0])
+    rank, fault, final = parse_json(store.multi_get([key])[0])
     return Question(number, int(rank), str(fault), bool(final))
 
 
@@ -113,7 +114,7 @@ def answers(store: Store, question: Question, ranks: Sequence[int], deadline_s: 
     texts = store.multi_get([keys[rank] for rank in there]) if there else []
     found: dict[int, Status | None] = dict.fromkeys(ranks)
     for rank, text in zip(there, texts, strict=True):
-        found[rank] = from_json(json.loads(text))
+        found[rank] = from_json(parse_json(text))
     return found
 
 

@@ -52,7 +52,9 @@ def derived(
     buckets = (*_by_unit("gather", more), *kept, *_by_unit("reduce", last))
     names = {bucket.name for bucket in kept}
     steps = () if more or last or base is None else tuple(step for step in base.steps if step.bucket in names)
-    return Contract(buckets, steps, () if base is None else base.params, "derived")
+    if base is None:
+        return Contract(buckets, steps, (), "derived")
+    return Contract(buckets, steps, base.params, "derived", base.without)
 
 
 def _by_unit(kind: Literal["gather", "reduce"], shards: dict[str, Shard]) -> list[PlannedBucket]:

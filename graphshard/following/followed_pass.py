@@ -154,7 +154,8 @@ class FollowedPass:
         """The contract of one program."""
         names = {bucket.name for bucket in part.buckets}
         steps = tuple(step for step in self.contract.steps if step.bucket in names)
-        return Contract(part.buckets, steps, self.contract.params, self.contract.chosen)
+        contract = self.contract
+        return Contract(part.buckets, steps, contract.params, contract.chosen, contract.without)
 
 
 def members(buckets: Sequence[PlannedBucket], kind: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -298,7 +299,10 @@ class Follower:
             return derived(self._latest.get(base_key), whole.binding, states, direction == "backward", needed).text()
 
         what = f"the {direction} of '{self._holdings.forward.entry.name}'"
-        contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader))
+        meet = partial(self._context.left_out.agreed, key)  # no pass fails here: there is no graph
+        if whole.leader == self._context.consensus.rank:
+            meet()
+        contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader, meet))
         self.learn(whole.structure, direction, contract)
         return FollowedPass(whole, contract, direction)
 

@@ -137,6 +137,7 @@ class PassContext:
         fuses: whether copies to and from flat buffers become one operator each.
         coalesces: whether a bucket is sent without a flat buffer: takes ``"gather"`` or ``"reduce"`` and its members,
             as `member_names` names them; None: no bucket is.
+        without: names of optional passes that are left out.
     """
 
     direction: Direction
@@ -146,6 +147,7 @@ class PassContext:
     outlines: bool = False
     fuses: bool = False
     coalesces: Callable[[str, Sequence[str]], bool] | None = None
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ C1  one wait per result                            D1  gathers in param_dtype, r
 C2  nothing reads a result before its wait, or         the parameter's dtype
     writes an input before it                      M1  no marker left
 C3  what is gathered and reduced per FQN unchanged S2  what a planned program allocates is within its budget
+
+V1, that a pass keeps what a graph computes (level 2), is of `validation`.
 """
 
 from __future__ import annotations

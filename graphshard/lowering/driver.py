@@ -1,12 +1,16 @@
-"""Runs the passes: copies the graph once, verifies after each pass, times, dumps, recompiles once."""
+"""Runs the passes: copies the graph once, verifies after each pass, times, dumps, recompiles once.
+
+At level 2 it also runs the graph before and after each pass, in a world that is in this process (`validation`).
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,12 +20,21 @@ from graphshard import env
 from graphshard.compat.inductor import copy_graph, log_artifact, module_of
 from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
+from graphshard.files import make_private, write_private
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.printer import format_graph
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
+from graphshard.validation import Before
+
+log = logging.getLogger("graphshard")
 
 OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
+# Those on which what a program sends does not depend: a rank leaves them out alone.
+OWN = OPTIONAL - {step.name for step in PROGRAM if step.sends}
+Say = Callable[[str], object]
+# The level from which on graphs are run before and after a pass, and optional passes that fail are left out.
+RUNS = 2
 
 
 def check_environment() -> None:
@@ -29,10 +42,16 @@ def check_environment() -> None:
     ValueError: if one of graphshard's environment variables has a value that it cannot have.
     """
     env.verify_level()
+    env.verify_limit_mib()
     env.disabled_passes(OPTIONAL)
     directory = env.dump_dir()
     if directory is not None and directory.exists() and not directory.is_dir():
         raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, which is a file, want a directory")
+
+
+def shared_environment() -> str:
+    """What the ranks must have in common of it: they leave passes out together."""
+    return f"GRAPHSHARD_VERIFY {'runs' if env.verify_level() >= RUNS else 'does not run'} programs"
 
 
 _Observer = Callable[[GraphModule, str], None]
@@ -55,55 +74,106 @@ def after_lowering(observer: _Observer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered graph, the seconds that passes took, and (pass, edit) of each pass that did something."""
+    """A lowered graph.
+
+    Attributes:
+        gm: it.
+        passes_s: seconds that passes took.
+        edits: (pass, edit) of each pass that did something.
+        unchecked: a line for each pass whose results level 2 could not compare, with the reason.
+    """
 
     gm: GraphModule
     passes_s: float
     edits: tuple[tuple[str, object], ...]
+    unchecked: tuple[str, ...] = ()
 
 
-def run_captured_passes(gm: GraphModule, title: str) -> None:
+def run_captured_passes(gm: GraphModule, title: str, say: Say = log.warning) -> None:
     """Runs `CAPTURED` on a graph of Dynamo's and on the checkpoint regions inside it, in place.
 
-    Such a graph has no fake values and may write tensors: only G1 can be checked.
+    Such a graph has no fake values and may write tensors: only G1 and V1 can be checked.
+
+    Args:
+        gm: the graph.
+        title: of the dumps.
+        say: is told what is not checked; here and below.
     """
     for name, inner in gm.named_modules():
         if isinstance(inner, GraphModule):
             ctx = PassContext("inner" if name else "captured")
             for number, step in enumerate(CAPTURED, start=1):
                 if edit := step.decide(inner.graph, ctx):
-                    step.apply(inner.graph, edit)
-                    if env.verify_level():
-                        verify.check_lint(inner.graph)
-                    _dump(
-                        env.dump_dir(),
-                        f"{title}{'.' + name if name else ''}",
-                        number,
-                        step.name,
-                        inner.graph,
-                        str(edit),
-                    )
+                    where = f"{title}{'.' + name if name else ''}"
+                    _apply_captured(inner.graph, step, edit, ctx, where, number, say)
                     inner.recompile()
 
 
-def collapse(graph: Graph, edit: object, title: str) -> None:
-    """Runs `COLLAPSE` on a graph of Dynamo's as an edit says, in place."""
-    COLLAPSE.apply(graph, edit)
-    if env.verify_level():
-        verify.check_lint(graph)
-    _dump(env.dump_dir(), f"{title}.captured", len(CAPTURED) + 1, COLLAPSE.name, graph, str(edit))
+def _apply_captured(
+    graph: Graph,
+    step: Pass,
+    edit: object,
+    ctx: PassContext,
+    title: str,
+    number: int,
+    say: Say,
+    blocks: Mapping[str, GraphModule] | None = None,
+) -> None:
+    level = env.verify_level()
+    before = Before(graph, ctx, blocks or {}) if level >= RUNS else None
+    step.apply(graph, edit)
+    try:
+        if level:
+            verify.check_lint(graph)
+        if before is not None:
+            _compare(before, graph, step, edit, title, say)
+    except VerifyError as error:
+        error.step = step.name
+        error.add_note(f"after pass {step.name} of {title}: {edit}")
+        raise
+    _dump(env.dump_dir(), title, number, step.name, graph, str(edit))
 
 
-def expand(gm: GraphModule, title: str) -> None:
+def leaves_out(error: VerifyError, passes: frozenset[str], ctx: PassContext, say: Say, title: str) -> PassContext:
+    """A context without the pass that has failed; says so.
+
+    Args:
+        error: its failure.
+        passes: that may be left out.
+        ctx: with it.
+        say: is told.
+        title: of the program.
+
+    Raises:
+        VerifyError: `error`, where the pass may not be left out, or GRAPHSHARD_VERIFY is below 2.
+    """
+    if error.step not in passes - ctx.without or env.verify_level() < RUNS:
+        raise error
+    say(f"pass {error.step} is left out of {title}: {shown(error)}")
+    return replace(ctx, without=ctx.without | {error.step})
+
+
+def shown(error: VerifyError) -> str:
+    """The first line of an error, which has a graph behind it."""
+    return str(error).splitlines()[0]
+
+
+def collapse(graph: Graph, edit: object, title: str, blocks: Mapping[str, GraphModule], say: Say = log.warning) -> None:
+    """Runs `COLLAPSE` on a graph of Dynamo's as an edit says, in place. `blocks`: what calls stand for, by body."""
+    ctx = PassContext("captured")
+    _apply_captured(graph, COLLAPSE, edit, ctx, f"{title}.captured", len(CAPTURED) + 1, say, blocks)
+
+
+def expand(gm: GraphModule, title: str, say: Say = log.warning) -> None:
     """Runs `EXPAND` on a graph of the compiler's front end, in place: its parameters are not known yet."""
-    _run(gm.graph, (EXPAND,), PassContext("joint"), title)
+    _run(gm.graph, (EXPAND,), PassContext("joint"), title, say)
     gm.recompile()
 
 
-def run_joint_passes(gm: GraphModule, title: str = "joint") -> float:
+def run_joint_passes(gm: GraphModule, title: str = "joint", say: Say = log.warning) -> float:
     """Runs `JOINT` on a joint graph, in place; returns the seconds it took."""
     start = time.perf_counter()
-    _run(gm.graph, JOINT, PassContext("joint"), title)
+    _run(gm.graph, JOINT, PassContext("joint"), title, say)
     gm.recompile()
     return time.perf_counter() - start
 
@@ -114,9 +184,9 @@ def check_partition(forward: GraphModule, num_results: int) -> None:
         verify.check_reshard(forward.graph, num_results)
 
 
-def mark_seams(gm: GraphModule, ctx: PassContext, title: str) -> None:
+def mark_seams(gm: GraphModule, ctx: PassContext, title: str, say: Say = log.warning) -> None:
     """Runs `OUTLINE` on a marked graph, in place: all of its programs have these seams, if there are some."""
-    _run(gm.graph, (OUTLINE,), ctx, title)
+    _run(gm.graph, (OUTLINE,), ctx, title, say)
 
 
 @without_collection()
@@ -132,9 +202,9 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
         VerifyError: when a pass breaks an invariant.
     """
     start = time.perf_counter()
-    level = env.verify_level()
+    level, unchecked = env.verify_level(), list[str]()
     graph = copy_graph(gm)
-    edits = _run(graph, PROGRAM, ctx, title)
+    edits = _run(graph, PROGRAM, ctx, title, unchecked.append)
     if level:
         verify.check_lowered(graph)
         verify.check_reductions(graph, ctx, _synchronized(gm.graph, graph, ctx))
@@ -142,7 +212,7 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     for observer in _after_lowering.get():
         observer(lowered, ctx.direction)
         lowered.recompile()
-    return Lowered(lowered, time.perf_counter() - start, tuple(edits))
+    return Lowered(lowered, time.perf_counter() - start, tuple(edits), tuple(dict.fromkeys(unchecked)))
 
 
 def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[str]:
@@ -157,7 +227,7 @@ def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[
     return frozenset(ctx.params[name].fqn for name in names if name not in ctx.flags.unreduced)
 
 
-def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -> list[tuple[str, object]]:
+def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, say: Say) -> list[tuple[str, object]]:
     level, disabled, directory = env.verify_level(), env.disabled_passes(OPTIONAL), env.dump_dir()
     if level:
         verify.check_lint(graph)
@@ -165,22 +235,32 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str) -
     edits: list[tuple[str, object]] = []
     recomputed: verify.Recomputed | None = {} if level > 1 else None
     for number, step in enumerate(passes, start=1):
-        if step.name in disabled:
+        if step.name in disabled or step.name in ctx.without:
             continue
         edit = step.decide(graph, ctx)
         if not edit:
             continue
         before = _Before(graph, ctx) if level else None
+        running = Before(graph, ctx) if level >= RUNS else None
         step.apply(graph, edit)
         if before is not None:
             try:
                 before.check(graph, step, ctx, recomputed)
+                if running is not None:
+                    _compare(running, graph, step, edit, title, say)
             except VerifyError as error:
+                error.step = step.name
                 error.add_note(f"after pass {step.name} of {title}: {edit}")
                 raise
         edits.append((step.name, edit))
         _dump(directory, title, number, step.name, graph, str(edit))
     return edits
+
+
+def _compare(before: Before, graph: Graph, step: Pass, edit: object, title: str, say: Say) -> None:
+    """V1."""
+    if why := before.check(graph, step.name, title, step.keeps(edit), step.brings):
+        say(f"GRAPHSHARD_VERIFY=2 does not run what pass {step.name} changes: {why}")
 
 
 class _Before:
@@ -215,6 +295,6 @@ def _dump(directory: Path | None, title: str, number: int, name: str, graph: Gra
     text = (f"# {edit}\n" if edit else "") + format_graph(graph)
     if dist.is_initialized():
         directory = directory / f"rank{dist.get_rank()}"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{title}.{number}.{name}.ir").write_text(text)
+    make_private(directory)
+    write_private(directory / f"{title}.{number}.{name}.ir", text)
     log_artifact(f"graphshard_{title}_{number}_{name}", text)

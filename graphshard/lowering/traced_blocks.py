@@ -13,6 +13,7 @@ from graphshard import env
 from graphshard.compat.block_trace import Trace
 from graphshard.compat.dynamo import copy_captured, is_static_input
 from graphshard.compat.partitioner import has_budget, partition
+from graphshard.errors import VerifyError
 from graphshard.graph.block_calls import PASS_ON, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
 from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args, output_node
@@ -27,7 +28,12 @@ Tracer: TypeAlias = Callable[[GraphModule, Sequence[Tensor]], Trace]
 
 
 def compile_traced_once(
-    gm: GraphModule, trace: Tracer, compile_it: Callable[[Sequence[Body]], T], report: Report, title: str
+    gm: GraphModule,
+    trace: Tracer,
+    compile_it: Callable[[Sequence[Body]], T],
+    report: Report,
+    title: str,
+    strict: bool = False,
 ) -> T:
     """Compiles a captured graph in which calls stand for equal blocks; as it is, where that cannot be.
 
@@ -37,6 +43,7 @@ def compile_traced_once(
         compile_it: compiles `gm`. It keeps the bodies that it is given as long as it may expand calls of them.
         report: says how many blocks were traced once, or why not.
         title: of dumps.
+        strict: whether a pass that fails is an error; else blocks are traced one by one then.
     """
     if env.is_disabled(COLLAPSE.name):
         return compile_it(())
@@ -46,17 +53,25 @@ def compile_traced_once(
     flat, collapsed = gm.graph, copy_captured(gm)
     edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
     bodies: dict[str, Body] = {}
+    calls = {name: blocks[0].module(gm) for name, blocks in edit.bodies}
     left = list(edit.left)
     for name, (block, *_) in edit.bodies:
         try:
             traced = trace(block.module(gm), [value_of_captured(node) for node in block.inputs])
-            bodies[name] = _body(traced, block, f"{title}.{name}")
+            bodies[name] = _body(traced, block, f"{title}.{name}", report.note_once)
             register(name, bodies[name])
         except _Refused as why:
             left.append(str(why))
     taken = tuple((name, blocks) for name, blocks in edit.bodies if name in bodies)
     if taken:
-        driver.collapse(collapsed, CollapseEdit(taken), title)
+        try:
+            driver.collapse(collapsed, CollapseEdit(taken), title, calls, report.note_once)
+        except VerifyError as error:
+            if strict or env.verify_level() < driver.RUNS:
+                raise
+            taken = ()
+            left.append(f"pass {COLLAPSE.name} is left out: {driver.shown(error)}")
+    if taken:
         gm.graph = collapsed
         try:
             compiled = compile_it([*bodies.values()])
@@ -84,7 +99,7 @@ def _cause(error: BaseException | None) -> OtherGradients | None:
     return error
 
 
-def _body(trace: Trace, block: Block, title: str) -> Body:
+def _body(trace: Trace, block: Block, title: str, say: Callable[[str], object]) -> Body:
     if any(_writes(node) for node in trace.gm.graph.nodes):
         raise _Refused("they write what they read")
     placeholders = trace.gm.graph.find_nodes(op="placeholder")
@@ -110,7 +125,7 @@ def _body(trace: Trace, block: Block, title: str) -> Body:
     if not trace.is_joint:
         return Body(trace.gm, values)
     static = [place for place, node in enumerate(block.inputs) if is_static_input(node)]
-    driver.run_joint_passes(trace.gm, title)
+    driver.run_joint_passes(trace.gm, title, say)
     forward, backward = partition(trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=static)
     driver.check_partition(forward, len(values))
     return Body(forward, values, backward, _saved(forward, backward, len(values)), taken, grads)

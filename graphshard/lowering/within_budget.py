@@ -112,13 +112,18 @@ def _lower_by_contract(
     contract: Contract,
     held_bytes: int,
 ) -> tuple[Lowered, Decision | None]:
-    if not planner.chooses:  # FSDP2's order follows from the graph, and is the same in all that users call alike
-        lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags)), title)
+    without = ctx.without.union(contract.without)
+    # FSDP2's order follows from the graph, and is the same in all that users call alike; so does that without a pass.
+    if not planner.chooses or contract.without:
+        planner.forget()
+        lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags), without=without), title)
         if contract_of(lowered.gm.graph, None, ()).launches == contract.launches:
             return lowered, planner.latest
     planner.forget()
     planned = partial(planner, flags=flags, contract=contract)
-    lowered = driver.lower(gm, replace(ctx, planner=planned), title)
+    # In another graph, buckets and their order are what the contract says only by the passes that do so.
+    kept = {"assign_buckets", "order_launches"}.intersection(contract.without)
+    lowered = driver.lower(gm, replace(ctx, planner=planned, without=without - kept), title)
     found = contract_of(lowered.gm.graph, planner.latest, ())
     if found.launches != contract.launches:
         raise AssertionError(f"{title}: launches {found.launches}, want {contract.launches}, which all ranks agreed on")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+_MOST = 2**63
 _PLAIN = {
     str: "a text",
     int: "a whole number from 0 up",
@@ -40,7 +40,7 @@ def decode(kind: Any, value: object, where: str = "") -> Any:
             raise _wrong(where, value, f"one of {', '.join(map(repr, get_args(kind)))}")
         return value
     is_kind = type(value) is kind or (kind is float and type(value) is int)
-    if not is_kind or (isinstance(value, (int, float)) and not 0 <= value < math.inf):
+    if not is_kind or (isinstance(value, (int, float)) and not 0 <= value < _MOST):
         raise _wrong(where, value, _PLAIN[kind])
     return kind(value)
 

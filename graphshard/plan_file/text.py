@@ -12,11 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from graphshard.files import parse_json, read_limited
 from graphshard.plan_file.contents import Plan
 from graphshard.plan_file.decoding import decode
 from graphshard.plan_file.soundness import check_format, check_sound
 
 _WIDTH = 120
+# Of a file: the plans of thousands of programs.
+MAX_BYTES = 64 * 2**20
 
 
 def plan_text(plan: Plan) -> str:
@@ -58,23 +61,11 @@ def parse_plan(text: str) -> Plan:
         ValueError: it is no JSON, of another version, a field is missing, unknown or of another type, or it
             contradicts itself; says where.
     """
-    try:
-        content = json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno}: got no JSON ({error.msg})") from error
+    content = parse_json(text, finite=False)
     check_format(content)
     plan: Plan = decode(Plan, content)
     check_sound(plan)
     return plan
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name}: got it twice in one object, want it once")
-        found[name] = value
-    return found
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -91,7 +82,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise TypeError(f"load_plan: path: got {type(path).__name__}, want the path of a plan file")
     where = f"plan file {os.fspath(path)}"
     try:
-        return parse_plan(Path(path).read_text(encoding="utf-8"))
+        return parse_plan(read_limited(Path(path), MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{where}: {error.strerror or error}; want a file that graphshard.save_plan wrote") from error
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from graphshard.compat.cache import carry_entry, read_entry, write_entry
 from graphshard.compat.inductor import source_digest
+from graphshard.files import parse_json
 from graphshard.planner import (
     Bucket,
     Choice,
@@ -79,11 +80,13 @@ def _key(kind: str, *given: object) -> str:
 def _remembered(key: str, made: Callable[[], T], encoded: Callable[[T], Any], decoded: Callable[[Any], T]) -> T:
     if (content := read_entry(key)) is not None:
         try:
-            known = decoded(json.loads(content))
+            known = decoded(parse_json(content))
             carry_entry(key, content)
             return known
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            log.warning("graphshard: plan cache: entry %s is ignored, and made again: %s", key[:16], error)
+        except Exception as error:  # an entry may hold anything, and is needed for nothing
+            log.warning(
+                "graphshard: plan cache: entry %s is ignored, and made again: %.300s", key[:16], ascii(str(error))
+            )
     found = made()
     write_entry(key, json.dumps(encoded(found)).encode())
     return found

@@ -62,7 +62,9 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         context = self._context()
         title = "joint" if context is None else f"{context.name}.region{context.report.regions - 1}.joint"
-        seconds = driver.run_joint_passes(gm, title)
+        seconds = driver.run_joint_passes(
+            gm, title, driver.log.warning if context is None else context.report.note_once
+        )
         if context is not None:
             context.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
@@ -109,7 +111,8 @@ def make_backend(
             arguments = runtime.twins.kept(expanded.arguments)
         number = runtime.context.report.regions
         runtime.context.report.regions += 1
-        driver.run_captured_passes(gm, f"{runtime.context.name}.region{number}.captured")
+        title, note = f"{runtime.context.name}.region{number}", runtime.context.report.note_once
+        driver.run_captured_passes(gm, f"{title}.captured", note)
         if name == "eager":
             return with_arguments(_uncompiled(runtime, number, gm), arguments)
         captured = region.Region(
@@ -134,7 +137,8 @@ def make_backend(
                 lambda part, values: trace_apart(part, values, compile_region),
                 compile_it,
                 runtime.context.report,
-                f"{runtime.context.name}.region{number}",
+                title,
+                runtime.context.strict,
             )
 
         def run(*args: Any) -> Any:

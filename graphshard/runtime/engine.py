@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 from graphshard import env, fsdp2
 from graphshard.agree.consensus import consensus_of
 from graphshard.agree.executed import executed_of
+from graphshard.agree.left_out import LeftOut
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
 from graphshard.capture.parameters_in_forward import FORWARD
@@ -107,9 +108,10 @@ class Engine:
         consensus = consensus_of(name, sorted({rank for unit in self.units for rank in unit.ranks}))
         executed = executed_of(name, self.options.compare_every, self.units, consensus)
         report = Report()
-        for left_out in sorted(env.disabled_passes(driver.OPTIONAL)):
-            report.say_once(f"pass {left_out} is left out, as GRAPHSHARD_DISABLE says")
-        return ModelContext(name, report, consensus, executed, planning)
+        for disabled in sorted(env.disabled_passes(driver.OPTIONAL)):
+            report.say_once(f"pass {disabled} is left out, as GRAPHSHARD_DISABLE says")
+        left_out = LeftOut(consensus, env.verify_level() >= driver.RUNS and not self.options.strict)
+        return ModelContext(name, report, consensus, left_out, executed, planning, self.options.strict)
 
     @property
     def running(self) -> bool:

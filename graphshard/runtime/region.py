@@ -128,7 +128,8 @@ class Region:
             (text, planned), self._planned = self._planned, None
             if text == str(gm.graph):
                 return planned
-        driver.expand(gm, f"{self._lowering.runtime.context.name}.region{self.number}.{direction}")
+        context = self._lowering.runtime.context
+        driver.expand(gm, f"{context.name}.region{self.number}.{direction}", context.report.note_once)
         return gm
 
     # -- run time

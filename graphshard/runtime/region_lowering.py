@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
-from graphshard.compat.inductor import argument_position, generated_code
+from graphshard.compat.inductor import argument_position, copy_graph, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.results import hide_results
 from graphshard.errors import ModelDeleted, UnsupportedModel, VerifyError
@@ -135,7 +135,7 @@ class RegionLowering:
         binding: Binding,
         decide: Callable[[], str],
         state: str = "",
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
         forward: Binding | None = None,
     ) -> str:
         """What all ranks do for this region, as one of them decides it; see `Consensus.settle`. `forward`: the shards
@@ -156,7 +156,12 @@ class RegionLowering:
     def _outlined(self, direction: Direction, gm: GraphModule, binding: Binding) -> tuple[Graph, PassContext]:
         """A graph that gathers and reduces everything, which gets the seams of its programs, and its context."""
         ctx = replace(self._usual_context(direction, gm, binding), outlines=self._outlines)
-        driver.mark_seams(gm, ctx, f"{self.runtime.context.name}.region{self.number}.{direction}_marked")
+        context, title = self.runtime.context, f"{self.runtime.context.name}.region{self.number}.{direction}_marked"
+        seamless = copy_graph(gm)
+        try:
+            driver.mark_seams(gm, ctx, title, context.report.note_once)
+        except VerifyError as error:
+            gm.graph, ctx = seamless, driver.leaves_out(error, self._optional, ctx, context.report.note_once, title)
         return gm.graph, ctx
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
@@ -223,10 +228,11 @@ class RegionLowering:
             title, text = self._title(graph), f"{graph.part} {flags}".lstrip()
             named = program_flags(text, context.name)
             if contract is not None:
-                found = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
-                lowered, decision = found
+                lowered, decision, _ = self._within_budget(graph, ctx, title, named, contract, held_bytes)
             else:
                 lowered, decision, contract = self._lower_as_agreed(graph, binding, ctx, title, named, state, forward)
+            for line in lowered.unchecked:
+                context.report.note_once(line)
             start = time.perf_counter()
             run = self._compile(graph, lowered, late)
             record = ProgramRecord(
@@ -281,15 +287,17 @@ class RegionLowering:
         made: list[tuple[Lowered, Decision | None]] = []
         params, planner = contract_params(binding), self._planner
         expected, notes = "", list[str]()
+        what, known_by = f"{graph.direction} {graph.part}".rstrip(), self.structure_for(forward or binding)
+        meet = partial(self.runtime.context.left_out.agreed, program_key(what, known_by, state))
 
         def decide() -> str:
-            made.append(lower_within_budget(graph.gm, ctx, title, planner, named))
-            lowered, decision = made[0]
-            return contract_of(lowered.gm.graph, decision, params).text()
+            lowered, decision, failed = self._within_budget(graph, ctx, title, named, meet=meet)
+            made.append((lowered, decision))
+            return replace(contract_of(lowered.gm.graph, decision, params), without=tuple(sorted(failed))).text()
 
         if planner is None or not any(unit.world_size * unit.replicas > 1 for unit in binding.units):
-            decide()
-            return *made[0], None
+            lowered, decision, _ = self._within_budget(graph, ctx, title, named)
+            return lowered, decision, None
 
         def expect() -> None:
             nonlocal expected
@@ -297,12 +305,11 @@ class RegionLowering:
             with suppress(BudgetTooSmall, PlanMismatch, VerifyError), planner.noting(notes.append):
                 expected = decide()
 
-        what = f"{graph.direction} {graph.part}".rstrip()
         # Most often ranks are alike, and decide the same: then nothing is left to do when the decision comes, and their
         # programs are equal, so that they share what is compiled.
-        text = self.settled(what, binding, decide, state, expect if self._expects else None, forward)
+        text = self.settled(what, binding, decide, state, expect if self._expects else meet, forward)
         contract = Contract.parse(text)
-        self.runtime.follower.learn(self.structure_for(forward or binding), graph.direction, contract)
+        self.runtime.follower.learn(known_by, graph.direction, contract)
         if expected and expected != text:
             self._expects = False
             made.clear()
@@ -311,8 +318,56 @@ class RegionLowering:
                 planner.note(line)
         if not made:
             contract = contract.for_params(params)
-            made.append(lower_within_budget(graph.gm, ctx, title, planner, named, contract))
+            lowered, decision, _ = self._within_budget(graph, ctx, title, named, contract)
+            return lowered, decision, contract
         return *made[0], contract
+
+    def _within_budget(
+        self,
+        graph: MarkedGraph,
+        ctx: PassContext,
+        title: str,
+        named: str,
+        contract: Contract | None = None,
+        held_bytes: int = 0,
+        meet: Callable[[Collection[str]], frozenset[str] | None] | None = None,
+    ) -> tuple[Lowered, Decision | None, frozenset[str]]:
+        """A program without optional passes that fail on it (see `driver`), and the names of these.
+
+        Args:
+            graph: with markers.
+            ctx: its context.
+            title: of dumps.
+            named: text of its flags, with the model's name.
+            contract: that it realises: then only what is this rank's own matter is left out.
+            held_bytes: that are held for other programs while it runs.
+            meet: tells the other ranks what has failed here, and yields what has on any; None: there is nobody to tell.
+        """
+        optional = self._optional if contract is None else self._optional & driver.OWN
+        note, has_met = self.runtime.context.report.note_once, meet is None
+        try:
+            while True:
+                try:
+                    found = lower_within_budget(graph.gm, ctx, title, self._planner, named, contract, held_bytes)
+                except VerifyError as error:
+                    ctx = driver.leaves_out(error, optional, ctx, note, title)
+                    continue
+                if meet is None or has_met:
+                    return *found, ctx.without
+                has_met, agreed = True, meet(ctx.without)
+                if agreed is None or agreed == ctx.without:
+                    return *found, ctx.without
+                for name in sorted(agreed - ctx.without):
+                    note(f"pass {name} is left out of {title}: it fails on another rank")
+                ctx = replace(ctx, without=agreed)
+        finally:
+            if meet is not None and not has_met:  # nobody is to wait for what this rank cannot lower
+                meet(())
+
+    @property
+    def _optional(self) -> frozenset[str]:
+        """Passes that are left out where they fail."""
+        return frozenset() if self.runtime.context.strict else driver.OPTIONAL
 
     def accumulates_sharded(self, graph: MarkedGraph, binding: Binding, forward: Binding | None) -> str:
         """Why a backward that is asked to leave gradients unreduced reduces them all the same; ``""``: it does not."""

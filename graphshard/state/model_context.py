@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graphshard.agree.consensus import Consensus
 from graphshard.agree.executed import Executed
+from graphshard.agree.left_out import LeftOut
 from graphshard.planning.planning import Planning
 from graphshard.reporting.report import Report
 
@@ -18,12 +19,16 @@ class ModelContext:
         name: for dumps, errors and the store: the same on every rank.
         report: what happened so far.
         consensus: decisions that all of its ranks share.
+        left_out: which optional passes its ranks leave out of its programs.
         executed: what it has sent, compared between ranks; None: it is not.
         planning: plans its programs; None: they are as in FSDP2.
+        strict: whether a pass that fails is an error, though a program is right without it.
     """
 
     name: str
     report: Report
     consensus: Consensus
+    left_out: LeftOut
     executed: Executed | None = None
     planning: Planning | None = None
+    strict: bool = False

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.compat.tensors import fake_tensors
+from graphshard.errors import VerifyError
 from graphshard.faults import compiling, run_program
 from graphshard.graph.all_together import all_together
 from graphshard.graph.cut_at_wait import Half, cut_at_wait
@@ -56,6 +57,7 @@ class UnitPrograms:
         self._name = context.name
         self._report = context.report
         self._executed = context.executed
+        self._strict = context.strict
         self._programs: dict[tuple[object, ...], UnitProgram] = {}
         self._shared: dict[tuple[object, ...], UnitProgram] = {}
 
@@ -148,7 +150,11 @@ class UnitPrograms:
         ctx = PassContext(
             direction, params, flags, planner, fuses=fuses_on(shards[0].unit.device, self._report.say_once)
         )
-        lowered = driver.lower(gm, ctx, title).gm
+        try:
+            lowered = driver.lower(gm, ctx, title).gm
+        except VerifyError as error:  # what all ranks send is not this rank's to change
+            optional = frozenset[str]() if self._strict else driver.OWN
+            lowered = driver.lower(gm, driver.leaves_out(error, optional, ctx, self._report.note_once, title), title).gm
         record = ProgramRecord(
             -1,
             kind,

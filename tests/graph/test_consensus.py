@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from graphshard.agree.consensus import Consensus, Election, posted_consensus
+from graphshard.agree.left_out import LeftOut
 from graphshard.agree.rank_store import RankStore
 from graphshard.errors import RanksDiffer
 
@@ -233,3 +235,19 @@ def test_rank_alone_decides_and_stands_alone() -> None:
     assert [own.elect("key", "it", stands).leader for stands in ("whole", "")] == [0, None]
     assert own.meet("key", "it", "whole", 0.1) == Election(0, True)
     assert Consensus(None, rank=1, ranks=(2, 0, 1)).ranks == (0, 1, 2)
+
+
+def test_words_of_all_ranks_are_heard_by_all() -> None:
+    said = {0: ["b"], 1: [], 2: ["a", "b"]}
+    assert together(ranks(3), lambda c: c.union("key", said[c.rank], 5.0)) == [frozenset("ab")] * 3
+    assert Consensus(None).union("key", ["a"], 5.0) == frozenset("a")
+
+
+def test_a_rank_that_comes_too_late_is_not_heard_by_any() -> None:
+    first, late = ranks(2)
+    left_out = LeftOut(first, meets=True)
+    with mock.patch("graphshard.agree.left_out.PATIENCE_S", 0.05):
+        assert left_out.agreed("key", ["a"]) is None
+    assert late.union("passes\nkey", ["b"], 5.0) is None
+    assert left_out.agreed("other", ["a"]) is None  # nobody is waited for again
+    assert together(ranks(2), lambda c: LeftOut(c, meets=True).agreed("key", ["a"])) == [frozenset("a")] * 2

@@ -107,7 +107,7 @@ def test_hardware_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         find_hardware(str(tmp_path / "none.json"))
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    with pytest.raises(ValueError, match=r"broken\.json: got no JSON"):
+    with pytest.raises(ValueError, match=r"broken\.json: line 1: got no JSON"):
         find_hardware(str(broken))
     broken.write_text("[]")
     with pytest.raises(ValueError, match=r"broken\.json: the file: got \[\]"):

@@ -83,7 +83,7 @@ def test_line_of_the_user_is_that_which_called_the_program() -> None:
         ({"written": -1.0}, "want seconds since 1970"),
         ({"written": True}, "want seconds since 1970"),
         ({"answers": [1]}, "want an object by rank"),
-        ({"stacks": {"main": "x" * MAX_BYTES}}, "bytes, want a dump of a fault"),
+        ({"stacks": {"main": "x" * MAX_BYTES}}, "bytes, want at most so many"),
         ({"graphshard_fault": 2}, "want a dump of a fault"),
     ],
 )

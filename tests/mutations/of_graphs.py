@@ -106,6 +106,42 @@ OF_GRAPHS = (
         "sum(tensor.nbytes for tensor in both)",
         ("tests/dist/test_expert_parallel.py", "-k", "turns"),
     ),
+    # -- validation
+    Mutation(
+        "what inputs are in the end is not compared",
+        "graphshard/validation/check.py",
+        "if found is None:\n            common",
+        "if False:\n            common",
+        ("tests/graph/test_validation.py", "-k", "what_differs"),
+    ),
+    Mutation(
+        "gradients that were accumulated before are not asked for",
+        "graphshard/validation/markers.py",
+        "for held in self.held.get(name, ()):",
+        "for held in ():",
+        ("tests/graph/test_validation.py", "-k", "right_passes"),
+    ),
+    Mutation(
+        "a sum regrouped may be anything",
+        "graphshard/graph/sameness.py",
+        "bound = _ROUNDINGS",
+        "bound = 1e9 * _ROUNDINGS",
+        ("tests/graph/test_validation.py", "-k", "regrouped"),
+    ),
+    Mutation(
+        "a rank leaves out alone what all ranks send by",
+        "graphshard/agree/left_out.py",
+        "self._meets = meets and consensus.has_peers",
+        "self._meets = False",
+        ("tests/dist/test_left_out.py", "-k", "assign_buckets-1"),
+    ),
+    Mutation(
+        "numbers that are none are read",
+        "graphshard/files/reading.py",
+        "parse_constant=_constant if finite else float,",
+        "parse_constant=float,",
+        ("tests/graph/test_readers.py", "-k", "no_data"),
+    ),
     # -- passes
     Mutation(
         "a last block that ends otherwise shares nothing",
