@@ -55,6 +55,7 @@ class Order(Generic[G]):
         runs: for each step, makes what there is to plan of it.
         agreed: whether all ranks are known to have it.
         plan: what is gathered and reduced together, and when; None: as in FSDP2.
+        planned: how much there was to plan.
     """
 
     kind: str
@@ -64,6 +65,18 @@ class Order(Generic[G]):
     runs: tuple[MakesRun, ...]
     agreed: bool = False
     plan: PassPlan | None = None
+    planned: int = 0
+
+    def to_plan(self) -> int:
+        """How many gathers and reductions there are; more, where a later pass needs others (the first of those that
+        accumulate reduces nothing).
+        """
+        return sum(map(len, self.gathers)) + sum(map(len, self.reductions))
+
+    def in_steps(self) -> Iterator[tuple[PassStep, list[str], list[str]]]:
+        """Each step, with the names of the units that it gathers, and of those that are reduced behind it."""
+        for step, gathers, reduced in zip(self.steps, self.gathers, self.reductions, strict=True):
+            yield step, sorted(gathers), sorted(reduced)
 
     def units(self) -> list[Unit]:
         """All that are gathered or reduced."""
@@ -118,6 +131,8 @@ class RunningPass(Generic[G]):
         last = self.known[0]
         self.known = [order for order in self.known if order.steps[position : position + 1] == (step,)]
         if self.known:
+            if self.known[0] is not last:
+                self.launched = Launched()
             return self.known[0]
         self.expected = last.steps[position] if position < len(last.steps) else None
         return None

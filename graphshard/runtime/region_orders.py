@@ -178,6 +178,8 @@ class RegionOrders:
         order = running.follow(step, {found.unit.name: found for found in wanted}, run)
         if order is not None:
             self._agree(order)
+            if order.agreed and len(running.steps) == 1 and order.planned < order.to_plan():
+                order.plan, order.planned = self._plan(order), order.to_plan()
         elif running.expected is not None:
             self._context.report.note_once(
                 f"{running.kind}: ran {step} where {running.expected} was known to follow: nothing is gathered "
@@ -196,7 +198,7 @@ class RegionOrders:
         if not order.agreed and (posts := self._posted.get(id(order))) is not None:
             for posted in posts:
                 posted.compare()
-            order.agreed, order.plan = True, self._plan(order)
+            order.agreed = True
 
     def _plan(self, order: Order[Wanted]) -> PassPlan | None:
         """What all ranks gather and reduce together in an order; None: they do as FSDP2."""
@@ -216,7 +218,8 @@ class RegionOrders:
 
         what = f"what is gathered and reduced between regions in the {order.kind}"
         leader = min(rank for unit in order.units() for rank in unit.ranks)
-        key = "\n".join((f"{what}, by {leader}", *map(str, order.steps)))
+        sent = (f"{step}: {gathers}, {reduced}" for step, gathers, reduced in order.in_steps())
+        key = "\n".join((f"{what}, by {leader}", *sent))
         if not (text := self._context.consensus.settle(key, what, decide, leader)):
             return None
         plan = PassPlan.parse(text)
