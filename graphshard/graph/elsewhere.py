@@ -6,6 +6,7 @@ of the gathered parameter alone, or of a tensor that the graph does not know to 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.compat.tensors import plain_tensors, version
 from graphshard.graph.ir import is_call
+
+# ``x += y`` as Dynamo captures it.
+_OPERATORS = frozenset(dir(operator))
+_IN_PLACE = frozenset(name for name in _OPERATORS if name[0] == "i" and _OPERATORS & {name[1:], f"{name[1:]}_"})
 
 
 def _elsewhere(full: Tensor) -> Tensor:
@@ -41,7 +46,10 @@ def written_elsewhere(gm: GraphModule, inputs: Sequence[Any], is_parameter: Call
     found: list[int] = []
     for graph in _graphs(gm):
         if asked := [node for node in graph.nodes if node in shards or is_call(node, ELSEWHERE)]:
-            nodes = [one for node in graph.nodes for one in ([node] if _is_written(node) else _written_lists(node))]
+            wrapped = {key for node in graph.nodes if _wraps(node) for key in _memory(node)}
+            nodes = [
+                one for node in graph.nodes for one in ([node] if _is_written(node, wrapped) else _written_lists(node))
+            ]
             written = {key for node in nodes for key in _memory(node)}
             found += [place.get(_source(node), -1) for node in asked if not written.isdisjoint(_memory(node))]
     return found
@@ -66,15 +74,29 @@ def _graphs(gm: GraphModule) -> Iterator[Graph]:
     return (inner.graph for inner in gm.modules() if isinstance(inner, GraphModule))
 
 
+def _wraps(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and all(part is not value for part in plain_tensors(value))
+
+
 def _memory(node: Node) -> set[StorageWeakRef]:
     value = node.meta.get("example_value")
     return {StorageWeakRef(part.untyped_storage()) for part in plain_tensors(value)}  # type: ignore[no-untyped-call]
 
 
-def _is_written(node: Node) -> bool:
-    """Whether an operator has written a node's result. Of a subclass the version of what it wraps says nothing."""
+def _is_written(node: Node, wrapped: set[StorageWeakRef]) -> bool:
+    """Whether a node's result was written. `wrapped`: memory of what tensor subclasses wrap, whose versions begin
+    anywhere: there the node itself is the write.
+    """
     value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and version(value) > 0
+    if not isinstance(value, Tensor):
+        return False
+    if not _wraps(node) and not wrapped.isdisjoint(_memory(node)):
+        if node.op not in ("call_method", "call_function"):
+            return False
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return "out" in node.kwargs or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return version(value) > 0
 
 
 def _written_lists(node: Node) -> list[Node]:

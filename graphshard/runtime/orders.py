@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from graphshard.fsdp2 import Unit
 from graphshard.planner import RegionRun
 from graphshard.planning.pass_plan import PassPlan
 
-
-class OfUnit(Protocol):
-    """What a step gathers."""
-
-    @property
-    def unit(self) -> Unit:
-        """Of which unit."""
-
-
-G = TypeVar("G", bound=OfUnit)
+G = TypeVar("G")
 MakesRun = Callable[[], RegionRun | None]
 
 # How many orders are kept of one kind of pass: a model that runs other modules in each step has ever new ones.
@@ -77,11 +68,6 @@ class Order(Generic[G]):
         """Each step, with the names of the units that it gathers, and of those that are reduced behind it."""
         for step, gathers, reduced in zip(self.steps, self.gathers, self.reductions, strict=True):
             yield step, sorted(gathers), sorted(reduced)
-
-    def units(self) -> list[Unit]:
-        """All that are gathered or reduced."""
-        gathered = [found.unit for gathers in self.gathers for found in gathers.values()]
-        return list(dict.fromkeys([*gathered, *(unit for reduced in self.reductions for unit in reduced.values())]))
 
     def following(self, position: int) -> Iterator[list[G]]:
         """What the steps behind `position` gather, of those that gather anything."""

@@ -145,10 +145,10 @@ class RegionOrders:
 
     def _end(self, running: RunningPass[Wanted]) -> None:
         order = self._orders.end(running)
-        if order is None or id(order) in self._posted or len(order.steps) < 2 or not order.units():
+        if order is None or id(order) in self._posted or len(order.steps) < 2 or not _units(order):
             return  # nothing to launch ahead: ranks may differ
         groups: dict[str, set[str]] = {}
-        for unit in order.units():
+        for unit in _units(order):
             for group in filter(None, (unit.group_name, unit.replicate_group_name)):
                 groups.setdefault(group, set()).add(unit.name)
         what = f"{self._context.name}: {running.kind}"
@@ -208,7 +208,7 @@ class RegionOrders:
         budget_bytes = planning.budget_bytes
 
         def decide() -> str:
-            settings = [unit.settings() for unit in order.units()]
+            settings = [unit.settings() for unit in _units(order)]
             runs = [made for run in order.runs if (made := run()) is not None]
             if len(runs) < len(order.runs) or any(own.forward_prefetch or own.backward_prefetch for own in settings):
                 return ""
@@ -217,7 +217,7 @@ class RegionOrders:
             return "" if plan is None else plan.text()
 
         what = f"what is gathered and reduced between regions in the {order.kind}"
-        leader = min(rank for unit in order.units() for rank in unit.ranks)
+        leader = min(rank for unit in _units(order) for rank in unit.ranks)
         sent = (f"{step}: {gathers}, {reduced}" for step, gathers, reduced in order.in_steps())
         key = "\n".join((f"{what}, by {leader}", *sent))
         if not (text := self._context.consensus.settle(key, what, decide, leader)):
@@ -240,6 +240,12 @@ class RegionOrders:
         if order.steps[-1].direction == "backward":
             return not unit.reshard_after_backward
         return self._holdings.residency.behind_forward(unit) == KEEP
+
+
+def _units(order: Order[Wanted]) -> list[Unit]:
+    """All that are gathered or reduced."""
+    gathered = [found.unit for gathers in order.gathers for found in gathers.values()]
+    return list(dict.fromkeys([*gathered, *(unit for reduced in order.reductions for unit in reduced.values())]))
 
 
 def _lines(order: Order[Wanted], names: set[str]) -> list[str]:

@@ -45,6 +45,13 @@ def of_lists(teacher: nn.Module, student: nn.Module) -> None:
         torch._foreach_mul_(list(teacher.parameters()), 1.25)
 
 
+def of_local(teacher: nn.Module, student: nn.Module) -> None:
+    with torch.no_grad():
+        for mine in teacher.parameters():
+            assert isinstance(mine, DTensor)
+            mine.to_local().mul_(1.25)
+
+
 @torch.compiler.disable
 def hidden(teacher: Any, student: nn.Module) -> None:
     teacher.up.weight.data.mul_(1.25)
@@ -64,7 +71,7 @@ def nothing(teacher: nn.Module, student: nn.Module) -> None:
 
 WRITES: dict[str, Write] = {
     write.__name__: write
-    for write in (by_attribute, in_place, of_data, replaced_data, of_lists, hidden, hidden_and_late)
+    for write in (by_attribute, in_place, of_data, replaced_data, of_lists, of_local, hidden, hidden_and_late)
 }
 
 

@@ -21,7 +21,7 @@ def running(orders: Orders[str], names: str, kind: str = "forward") -> tuple[Run
     """Runs a whole pass, one region per letter (capital letters: without a gather); what followed each."""
     running, followed = orders.begin(kind), []
     for position, name in enumerate(names):
-        followed.append(following(running.follow(step(name), gathers(name)), position))
+        followed.append(following(running.follow(step(name), gathers(name), lambda: None), position))
     return running, followed
 
 
