@@ -51,6 +51,8 @@ class PassPlan:
     one_ahead_us: float = 0.0
 
     def __str__(self) -> str:
+        if not self.gathers and not self.reductions:
+            return "between regions, nothing is gathered or reduced"
         told = []
         for groups, what in ((self.gathers, "gathered"), (self.reductions, "reduced")):
             if groups:
@@ -99,7 +101,7 @@ def plan_pass(
     reductions: Sequence[frozenset[str]],
     budget_bytes: int | None,
 ) -> PassPlan | None:
-    """The fastest plan found; None: there is nothing to plan, or nothing fits.
+    """The fastest plan found; None: nothing fits.
 
     Args:
         runs: of regions, in order, as `region_run` makes them.
@@ -115,7 +117,7 @@ def plan_pass(
         ]
     )
     if not problem.gathers and not problem.reductions:
-        return None
+        return PassPlan((), ())
     try:
         choice = remembered_schedule(problem, budget_bytes)
     except BudgetTooSmall:

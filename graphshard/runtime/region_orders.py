@@ -23,6 +23,9 @@ from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
 from graphshard.state.unit_state import KEEP
 
+# In the place of a plan; why there is none follows.
+_UNPLANNED = "-"
+
 
 class Wanted(NamedTuple):
     """What a step gathers of one unit; `whole`: the unit is gathered as a whole, for several regions."""
@@ -210,20 +213,23 @@ class RegionOrders:
         def decide() -> str:
             settings = [unit.settings() for unit in _units(order)]
             runs = [made for run in order.runs if (made := run()) is not None]
-            if len(runs) < len(order.runs) or any(own.forward_prefetch or own.backward_prefetch for own in settings):
-                return ""
+            if any(own.forward_prefetch or own.backward_prefetch for own in settings):
+                return f"{_UNPLANNED}users have chosen what is prefetched"
             gathers = [self._gathers(order, place) for place in range(len(order.steps))]
             plan = plan_pass(runs, gathers, [frozenset(reduced) for reduced in order.reductions], budget_bytes)
-            return "" if plan is None else plan.text()
+            return f"{_UNPLANNED}nothing else fits memory_budget" if plan is None else plan.text()
 
         what = f"what is gathered and reduced between regions in the {order.kind}"
         leader = min(rank for unit in _units(order) for rank in unit.ranks)
         sent = (f"{step}: {gathers}, {reduced}" for step, gathers, reduced in order.in_steps())
         key = "\n".join((f"{what}, by {leader}", *sent))
-        if not (text := self._context.consensus.settle(key, what, decide, leader)):
+        text, note = self._context.consensus.settle(key, what, decide, leader), self._context.report.note_once
+        if text.startswith(_UNPLANNED):
+            why = text.removeprefix(_UNPLANNED)
+            note(f"{order.kind}: between regions, units are gathered one ahead, and each alone: {why}")
             return None
         plan = PassPlan.parse(text)
-        self._context.report.note_once(f"{order.kind}: {plan}")
+        note(f"{order.kind}: {plan}")
         return plan
 
     def _gathers(self, order: Order[Wanted], place: int) -> dict[str, tuple[tuple[str, ...], int | None]]:
