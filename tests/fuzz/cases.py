@@ -176,7 +176,7 @@ def _sensible(case: Case) -> Case:
         layers = tuple(_of_parts(layer) for layer in layers)
     one_graph = not in_parts and not any(layer.breaks for layer in found)
     has_budget = case.regions == "model" and case.plan == "auto"
-    if not one_graph:
+    if not one_graph or case.units == "pairs":  # an activation that units share comes to one of several modules
         layers = tuple(_without_cross(layer) for layer in layers)
     layers = (replace(layers[0], again=False), *layers[1:])
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=case.budget_mib if has_budget else 0)
