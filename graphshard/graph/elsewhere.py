@@ -47,9 +47,8 @@ def written_elsewhere(gm: GraphModule, inputs: Sequence[Any], is_parameter: Call
     for graph in _graphs(gm):
         if asked := [node for node in graph.nodes if node in shards or is_call(node, ELSEWHERE)]:
             wrapped = {key for node in graph.nodes if _wraps(node) for key in _memory(node)}
-            nodes = [
-                one for node in graph.nodes for one in ([node] if _is_written(node, wrapped) else _written_lists(node))
-            ]
+            nodes = [node for node in graph.nodes if _is_written(node, wrapped)]
+            nodes += [one for node in graph.nodes for one in _written_arguments(node)]
             written = {key for node in nodes for key in _memory(node)}
             found += [place.get(_source(node), -1) for node in asked if not written.isdisjoint(_memory(node))]
     return found
@@ -99,7 +98,12 @@ def _is_written(node: Node, wrapped: set[StorageWeakRef]) -> bool:
     return version(value) > 0
 
 
-def _written_lists(node: Node) -> list[Node]:
-    """What a ``_foreach_..._`` writes, of which torch counts no version of a tensor subclass."""
+def _written_arguments(node: Node) -> list[Node]:
+    """What ``x[i] = y`` and ``_foreach_..._`` write: the first has no result, and of lists of tensor subclasses torch
+    counts no version.
+    """
     name = getattr(node.target, "__name__", "")
-    return node.all_input_nodes if name.startswith("_foreach_") and name.endswith("_") else []
+    if node.target is operator.setitem or (name.startswith("_foreach_") and name.endswith("_")):
+        first = node.args[0]
+        return [one for one in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(one, Node)]
+    return []

@@ -122,15 +122,11 @@ def _apply_captured(
     level = env.verify_level()
     before = Before(graph, ctx, blocks or {}) if level >= RUNS else None
     step.apply(graph, edit)
-    try:
+    with _named(step, edit, title):
         if level:
             verify.check_lint(graph)
         if before is not None:
             _compare(before, graph, step, edit, title, say)
-    except VerifyError as error:
-        error.step = step.name
-        error.add_note(f"after pass {step.name} of {title}: {edit}")
-        raise
     _dump(env.dump_dir(), title, number, step.name, graph, str(edit))
 
 
@@ -227,6 +223,17 @@ def _synchronized(marked: Graph, lowered: Graph, ctx: PassContext) -> frozenset[
     return frozenset(ctx.params[name].fqn for name in names if name not in ctx.flags.unreduced)
 
 
+@contextmanager
+def _named(step: Pass, edit: object, title: str) -> Iterator[None]:
+    """Says in a `VerifyError` from inside which pass it is of."""
+    try:
+        yield
+    except VerifyError as error:
+        error.step = step.name
+        error.add_note(f"after pass {step.name} of {title}: {edit}")
+        raise
+
+
 def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, say: Say) -> list[tuple[str, object]]:
     level, disabled, directory = env.verify_level(), env.disabled_passes(OPTIONAL), env.dump_dir()
     if level:
@@ -244,14 +251,10 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, s
         running = Before(graph, ctx) if level >= RUNS else None
         step.apply(graph, edit)
         if before is not None:
-            try:
+            with _named(step, edit, title):
                 before.check(graph, step, ctx, recomputed)
                 if running is not None:
                     _compare(running, graph, step, edit, title, say)
-            except VerifyError as error:
-                error.step = step.name
-                error.add_note(f"after pass {step.name} of {title}: {edit}")
-                raise
         edits.append((step.name, edit))
         _dump(directory, title, number, step.name, graph, str(edit))
     return edits

@@ -255,7 +255,12 @@ class Engine:
     def handed_out(self, module: nn.Module, name: str) -> None:
         """Code around graphs has a parameter as a shard: what it writes of it is not always counted."""
         shard = self.shards.at(module.__dict__[marked_classes.shard_key(name)][0])
-        self.holdings.gathers.handed_out.add(shard.unit)
+        if shard.unit not in self.holdings.gathers.handed_out:
+            self.holdings.gathers.handed_out.add(shard.unit)
+            self.context.report.note_once(
+                f"{marked_classes.own_class(type(shard.unit.modules[0])).__name__.removeprefix('FSDP')}: code around "
+                "graphs has shards of its units, which it may write: these are not gathered ahead of it"
+            )
 
     # -- FSDP2's methods (see `marked_classes`)
 

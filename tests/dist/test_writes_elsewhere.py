@@ -52,6 +52,13 @@ def of_local(teacher: nn.Module, student: nn.Module) -> None:
             mine.to_local().mul_(1.25)
 
 
+def of_items(teacher: nn.Module, student: nn.Module) -> None:
+    with torch.no_grad():
+        for mine in teacher.parameters():
+            assert isinstance(mine, DTensor)
+            mine.to_local()[0] = 0.5
+
+
 @torch.compiler.disable
 def hidden(teacher: Any, student: nn.Module) -> None:
     teacher.up.weight.data.mul_(1.25)
@@ -71,7 +78,7 @@ def nothing(teacher: nn.Module, student: nn.Module) -> None:
 
 WRITES: dict[str, Write] = {
     write.__name__: write
-    for write in (by_attribute, in_place, of_data, replaced_data, of_lists, of_local, hidden, hidden_and_late)
+    for write in (by_attribute, in_place, of_data, replaced_data, of_lists, of_local, of_items, hidden, hidden_and_late)
 }
 
 
@@ -137,6 +144,8 @@ def test_one_rank_alone_writes(run: TrainingRun) -> None:
 def penalty(teacher: nn.Module, student: nn.Module) -> None:
     total = sum((p * p).sum() for p in teacher.parameters())
     assert isinstance(total, DTensor)
+    sums = [torch.zeros(p.shape) for p in teacher.parameters()]
+    torch._foreach_add_(sums, [p.full_tensor() for p in teacher.parameters()])
 
 
 def compiled_whole(write: Write) -> list[str]:
