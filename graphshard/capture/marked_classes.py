@@ -63,6 +63,9 @@ class ModelRunner(Protocol):
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers."""
 
+    def is_gathered(self, module: nn.Module, name: str) -> bool:
+        """Whether code around graphs has a parameter gathered now."""
+
     def handed_out(self, module: nn.Module, name: str) -> None:
         """Is told that code around graphs has a parameter as a shard."""
 
@@ -128,7 +131,7 @@ def own_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
     """What every class has that marks `cls`."""
-    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, shard_key, _hand_out)
+    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, _is_gathered, shard_key, _hand_out)
     return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named, _OWN_CLASS: cls}
 
 
@@ -141,11 +144,21 @@ def _begin_half(module: nn.Module) -> None:
 
 @inline_only
 def _in_forward(module: nn.Module) -> bool:
-    """Whether a forward of a module's model runs, or is traced."""
+    """Whether a forward of a module's model runs, is recomputed or traced."""
     if is_compiling():
         return _own_trace
     engine: ModelRunner | None = module.__dict__.get(ENGINE)  # a slice of a container is of its class, and has none
-    return engine is not None and engine.running
+    return engine is not None and engine.reads_gathered
+
+
+@inline_only
+def _is_gathered(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is gathered, for who asks in a forward."""
+    held = module.__dict__
+    if is_compiling() or FORWARD not in held or shard_key(name) not in held:
+        return FORWARD in held and bool(held[FORWARD].runs)
+    engine: ModelRunner = held[ENGINE]
+    return engine.is_gathered(module, name)
 
 
 @inline_only

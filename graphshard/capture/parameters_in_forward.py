@@ -35,6 +35,7 @@ def named_parameters(
     own: Callable[..., Named],
     asked: Callable[[nn.Module], None],
     in_forward: Callable[[nn.Module], bool],
+    is_gathered: Callable[[nn.Module, str], bool],
     key_of: Callable[[str], str],
     hand_out: Callable[[nn.Module, str], None],
 ) -> Callable[..., Named]:
@@ -44,6 +45,7 @@ def named_parameters(
         own: of the class that it marks. One of the user's own says itself what it yields.
         asked: is told first.
         in_forward: whether a module is asked in a forward of its model, traced or not.
+        is_gathered: whether a parameter is gathered then.
         key_of: key in a module's `__dict__` of what it holds for a sharded parameter, its leaf first.
         hand_out: is told of each parameter that is yielded as a shard.
     """
@@ -57,13 +59,12 @@ def named_parameters(
     @inline_only
     def walk(module: nn.Module, prefix: str, recurse: bool, seen: set[Any] | None) -> Named:
         held, registered = module.__dict__, own_parameters(module)
-        gathered = FORWARD in held and held[FORWARD].runs
         for name in registered:
             key = key_of(name)
             tensor: Tensor | None = held[key][0] if key in held else registered[name]
             if tensor is None or is_seen(tensor, seen):
                 continue
-            if gathered:
+            if is_gathered(module, name):
                 yield prefix + name, getattr(module, name)
             else:
                 hand_out(module, name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from graphshard.agree.executed import executed_of
 from graphshard.agree.left_out import LeftOut
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
-from graphshard.capture.parameters_in_forward import FORWARD
+from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
 from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.autograd import backward_id
 from graphshard.compat.dynamo import uncaptured
@@ -121,7 +121,7 @@ class Engine:
     @property
     def reads_gathered(self) -> bool:
         """Whether what reads a parameter now, outside any graph, is a forward, or one that a checkpoint recomputes."""
-        return self.running or (self.compiled and torch.is_grad_enabled() and backward_id() != -1)
+        return self.running or (self.compiled and _recomputes())
 
     @property
     def compiled(self) -> bool:
@@ -181,7 +181,7 @@ class Engine:
             args, kwargs = self._moved_to_device(args, kwargs)
         self._begin_forward(module)
         try:
-            with marked_classes.tracing(), self._prefetch.orders.forward():
+            with marked_classes.tracing(), self._prefetch.orders.forward(), self._unit_as_in_forward(module):
                 result = self._entries.call(module, method, args, kwargs)
                 self._rest.finish_forward()
                 return result
@@ -190,6 +190,19 @@ class Engine:
             raise
         finally:
             self._end_forward()
+
+    @contextmanager
+    def _unit_as_in_forward(self, module: nn.Module) -> Iterator[None]:
+        """A checkpoint may recompute a part of a unit's forward, without the unit's own call: its parameters are there."""
+        forward: UnitForward | None = module.__dict__.get(FORWARD)
+        if forward is None or not self.holdings.forward.in_backward:
+            yield
+            return
+        before, forward.runs = forward.runs, True
+        try:
+            yield
+        finally:
+            forward.runs = before
 
     def _begin_forward(self, module: nn.Module) -> None:
         self.holdings.begin_forward(module)
@@ -236,8 +249,7 @@ class Engine:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         shard = self.shards.at(leaf)
-        is_gathered = module.__dict__[FORWARD].runs if self.running else shard in self._outside.served
-        if not is_gathered:  # in FSDP2, too
+        if not self.is_gathered(module, name):  # in FSDP2, too
             self.handed_out(module, name)
             found = own_parameters(module)[name]
             assert found is not None
@@ -251,6 +263,15 @@ class Engine:
             finally:
                 self._end_forward()
         return full if more is None or more[0] is None else marked_classes.as_tensor_parallel(full, *more[0])
+
+    def is_gathered(self, module: nn.Module, name: str) -> bool:
+        """Whether code around graphs has a parameter gathered now: the forward of its unit runs, or is recomputed."""
+        if module.__dict__[FORWARD].runs:
+            return True
+        if not _recomputes():
+            return False
+        shard = self.shards.at(module.__dict__[marked_classes.shard_key(name)][0])
+        return shard.unit not in self.holdings.gathers.handed_out or shard in self._outside.served
 
     def handed_out(self, module: nn.Module, name: str) -> None:
         """Code around graphs has a parameter as a shard: what it writes of it is not always counted."""
@@ -325,3 +346,8 @@ class Engine:
     def eager(self) -> AbstractContextManager[None]:
         """Inside, FSDP2's own hooks run the model (see `EagerMode.entered`)."""
         return self._eager.entered()
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint is recomputed: in backward nothing else records gradients, but for those of gradients."""
+    return torch.is_grad_enabled() and backward_id() != -1

@@ -9,13 +9,14 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from test_entry_points import SUMMED
 from test_training import BITWISE, loss_of
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from graphshard.testing import TrainingRun, training_test
@@ -96,6 +97,48 @@ def test_parts_of_a_unit_are_recomputed(run: TrainingRun, reshard: bool) -> None
     run.shard(model, units=[CheckpointedInside], reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     run.train(model, optimizer, loss_of, counted=True)
+
+
+class AsksForDtype(nn.Module):
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(wide, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.to(next(self.parameters()).dtype)).float()
+        return out
+
+
+class AskedInside(nn.Module):
+    """A part of it is recomputed in backward, around a graph break, and asks for parameters and their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = AsksForDtype(models.DIM, 2 * models.DIM), AsksForDtype(2 * models.DIM, models.DIM)
+
+    def part(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        torch._dynamo.graph_break()
+        hidden = hidden.to(next(self.parameters()).dtype) * self.up.linear.bias
+        out: Tensor = self.down(hidden)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + checkpoint(self.part, x, use_reentrant=False)
+        return out
+
+
+@pytest.mark.parametrize("regions", ["model", "unit"])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_what_is_recomputed_around_a_break_sees_gathered_parameters(run: TrainingRun, regions: str) -> None:
+    blocks = nn.Sequential(*(AskedInside() for _ in range(3)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = run.shard(blocks, units=[AskedInside], regions=regions, mp_policy=policy)
+    for batch in (2, 3, 2):
+        loss = model(torch.randn(batch, models.DIM)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
 
 
 def save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
