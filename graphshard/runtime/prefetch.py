@@ -57,28 +57,36 @@ class Prefetch:
 
     # -- before a program runs
 
-    def outside(self, binding: Binding) -> frozenset[Unit]:
-        """Units that are gathered outside a forward of `binding`, whatever ran before it."""
-        if not self._every:
-            return frozenset()
-        return frozenset(unit for unit in binding.units if unit not in binding.parts and _is_plain(unit))
+    def outside(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool) -> frozenset[Unit]:
+        """Units that `before_forward` will gather, whatever runs before it."""
+        if not (broken or self._every):
+            return split
+        return split.union(found.unit for found in self._wanted(graph, binding, split, frozenset()))
 
-    def before_forward(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], run: MakesRun) -> None:
+    def before_forward(
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool, run: MakesRun
+    ) -> None:
         """Gathers what a forward needs from outside, and launches gathers of the next regions.
 
         Args:
             graph: about to run.
             binding: its shards.
             split: units that are gathered as a whole.
+            broken: whether it is known to be a part of what the user called.
             run: makes what there is to plan of `graph` with other regions.
         """
         if binding.units:
-            self._before(
-                self.orders.of_forward(), "forward", graph, binding, split, run, stays=self._stays_behind_forward
-            )
+            stays, running = self._stays_behind_forward, self.orders.of_forward()
+            self._before(running, "forward", graph, binding, split, broken, run, stays)
 
     def before_backward(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], asked: BackwardRequest, run: MakesRun
+        self,
+        graph: GatherOrder,
+        binding: Binding,
+        split: frozenset[Unit],
+        broken: bool,
+        asked: BackwardRequest,
+        run: MakesRun,
     ) -> None:
         """The same for a backward. `asked`: of it.
 
@@ -95,7 +103,7 @@ class Prefetch:
         is_whole_call = asked.role is not None and asked.role.leg is None
         running = None if is_whole_call else self.orders.of_backward(asked.entry)
         self._step = running
-        self._before(running, "backward", graph, binding, split, run, stays=_stays_behind_backward)
+        self._before(running, "backward", graph, binding, split, broken, run, _stays_behind_backward)
 
     def _stays_behind_forward(self, unit: Unit) -> bool:
         return self._holdings.residency.behind_forward(unit) == KEEP
@@ -107,12 +115,14 @@ class Prefetch:
         graph: GatherOrder,
         binding: Binding,
         split: frozenset[Unit],
+        broken: bool,
         run: MakesRun,
         stays: Callable[[Unit], bool],
     ) -> None:
         gathers = self._holdings.gathers
+        came = gathers.launched_ahead(binding.units)
         gathers.finish_used(binding.units)
-        wanted = self._wanted(graph, binding, split)
+        wanted = self._wanted(graph, binding, split, came)
         followed: Followed | None = None
         if running is not None:
             names = tuple(unit.name for unit in self._holdings.shards.in_order(binding.unit_set))
@@ -120,16 +130,19 @@ class Prefetch:
         for found in () if followed is None else followed.gathers():
             gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
         for unit, shards, whole in wanted:
-            if whole or self._every:
+            if whole or self._every or broken:  # so that its first pass runs the programs of later ones
                 gathers.gather(unit, shards, whole or stays(unit))
         gathers.finish_used(binding.units)
         for unit, shards, whole in self._ahead(followed, direction, binding):
             gathers.launch_ahead([(unit, shards, whole or stays(unit))])
 
-    def _wanted(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit]) -> list[Wanted]:
+    def _wanted(
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], came: frozenset[Unit]
+    ) -> list[Wanted]:
         """What can be gathered before the program, of what is not gathered now.
 
-        That is split units, and all whole ones or the first one that the program would gather.
+        That is split units, and all whole ones or the first one that the program would gather. `came`: were gathered
+        ahead; without that, one of them were this first one.
         """
         wanted, leads = [], True
         for unit, own in binding.in_order(graph.part, graph.gather_order):
@@ -146,7 +159,9 @@ class Prefetch:
                 continue
             if any(map(is_missing, shards)):
                 wanted.append(Wanted(unit, shards, unit in split))
-                leads = leads and unit in split
+            elif unit not in came:
+                continue
+            leads = leads and unit in split
         return wanted
 
     def _ahead(self, followed: Followed | None, direction: str, binding: Binding) -> list[Wanted]:
@@ -202,14 +217,14 @@ class Prefetch:
                 reductions.launch_put_off(names)
 
     def reduced_behind(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], asked: BackwardRequest
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool, asked: BackwardRequest
     ) -> frozenset[Unit]:
         """Units whose gradients are left to `UnitReductions.launch`, to be reduced while the next region runs."""
         if graph.part or asked.inputs_only or not graph.reduced:
             return frozenset()
         if self._every:
             units: Sequence[Unit] = binding.units
-        elif self.orders.follows_backward and graph.last_reduced is not None:
+        elif (broken or self.orders.follows_backward) and graph.last_reduced is not None:
             units = [binding.shards[graph.last_reduced].unit]
         else:
             return frozenset()

@@ -93,7 +93,7 @@ class ProgramSelection:
         holdings = self._lowering.runtime.holdings
         split = holdings.split.in_forward(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self._lowering.runtime.prefetch.before_forward(
-            graph, binding, split, partial(self._lowering.run_of, graph, binding)
+            graph, binding, split, self._broken, partial(self._lowering.run_of, graph, binding)
         )
         holdings.forward.regions_run += 1
         return self.program(graph, binding, forward_states(holdings, binding))
@@ -109,10 +109,12 @@ class ProgramSelection:
         """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
         runtime = self._lowering.runtime
         split = runtime.holdings.split.in_backward(binding) if binding.parts else frozenset[Unit]()
-        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._lowering.run_of, graph, binding))
+        runtime.prefetch.before_backward(
+            graph, binding, split, self._broken, asked, partial(self._lowering.run_of, graph, binding)
+        )
         behind = frozenset[Unit]()
         if runtime.backward.deferred is None:
-            behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
+            behind = runtime.prefetch.reduced_behind(graph, binding, split, self._broken, asked)
         states = backward_states(runtime.holdings, graph.reduced, binding, asked, dead, split, behind)
         if runtime.context.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split, asked.forward)

@@ -106,7 +106,8 @@ class Region:
         if followed is not None:
             self.parts.lower_forward(graph, binding, followed)
             return boxed(lambda args: self._run_forward(graph, args))
-        whole = runtime.holdings.split.in_forward(binding.parts, self._broken) | runtime.prefetch.outside(binding)
+        split = runtime.holdings.split.in_forward(binding.parts, self._broken)
+        whole = runtime.prefetch.outside(graph, binding, split, self._broken)
         if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
             lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)

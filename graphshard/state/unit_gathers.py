@@ -99,6 +99,11 @@ class UnitGathers:
         """Whether a gather of the unit was launched and not awaited."""
         return unit in self._under_way
 
+    def launched_ahead(self, units: Iterable[Unit]) -> frozenset[Unit]:
+        """Those of `units` whose gathers were launched ahead, and not awaited."""
+        under_way = ((unit, self._under_way.get(unit)) for unit in units)
+        return frozenset(unit for unit, found in under_way if found is not None and found.ahead)
+
     def settle(self) -> None:
         """Waits until no gather is on its way; who needs one still finds it."""
         for found in self._under_way.values():
