@@ -9,7 +9,6 @@ from typing import Any
 import models
 import pytest
 import torch
-import torch.nn.functional as F
 from test_entry_points import SUMMED
 from test_training import BITWISE, loss_of
 from torch import Tensor, nn
