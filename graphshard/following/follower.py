@@ -258,7 +258,8 @@ class Follower:
             if call.role is not role and call.follows():
                 again |= binding.overlap(call.sent)
                 units_again |= binding.parts.intersection(holdings.split.units) & call.binding.unit_set
-        usual = BackwardRequest(asked.entry, (), again, units_again, asked.inputs_only, role, binding)
+        is_part = isinstance(role.leg, Leg)
+        usual = BackwardRequest(asked.entry, (), again, units_again, asked.inputs_only, role, binding, is_part)
         if isinstance(role.leg, Leg):
             return role.leg.programs.enter_backward(role.leg, usual)
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}

@@ -193,7 +193,7 @@ class Engine:
 
     @contextmanager
     def _unit_as_in_forward(self, module: nn.Module) -> Iterator[None]:
-        """A checkpoint may recompute a part of a unit's forward without the unit's own call: its parameters are there"""
+        """A checkpoint may recompute a part of a unit's forward, without the unit's call: its parameters are there."""
         forward: UnitForward | None = module.__dict__.get(FORWARD)
         if forward is None or not self.holdings.forward.in_backward:
             yield

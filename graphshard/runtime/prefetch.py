@@ -57,14 +57,14 @@ class Prefetch:
 
     # -- before a program runs
 
-    def outside(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool) -> frozenset[Unit]:
+    def outside(self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], is_part: bool) -> frozenset[Unit]:
         """Units that `before_forward` will gather, whatever runs before it."""
-        if not (broken or self._every):
+        if not (is_part or self._every):
             return split
         return split.union(found.unit for found in self._wanted(graph, binding, split, frozenset()))
 
     def before_forward(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool, run: MakesRun
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], is_part: bool, run: MakesRun
     ) -> None:
         """Gathers what a forward needs from outside, and launches gathers of the next regions.
 
@@ -72,19 +72,18 @@ class Prefetch:
             graph: about to run.
             binding: its shards.
             split: units that are gathered as a whole.
-            broken: whether it is known to be a part of what the user called.
+            is_part: whether it is not all of what the user called.
             run: makes what there is to plan of `graph` with other regions.
         """
         if binding.units:
             stays, running = self._stays_behind_forward, self.orders.of_forward()
-            self._before(running, "forward", graph, binding, split, broken, run, stays)
+            self._before(running, "forward", graph, binding, split, is_part, run, stays)
 
     def before_backward(
         self,
         graph: GatherOrder,
         binding: Binding,
         split: frozenset[Unit],
-        broken: bool,
         asked: BackwardRequest,
         run: MakesRun,
     ) -> None:
@@ -103,7 +102,7 @@ class Prefetch:
         is_whole_call = asked.role is not None and asked.role.leg is None
         running = None if is_whole_call else self.orders.of_backward(asked.entry)
         self._step = running
-        self._before(running, "backward", graph, binding, split, broken, run, _stays_behind_backward)
+        self._before(running, "backward", graph, binding, split, asked.is_part, run, _stays_behind_backward)
 
     def _stays_behind_forward(self, unit: Unit) -> bool:
         return self._holdings.residency.behind_forward(unit) == KEEP
@@ -115,7 +114,7 @@ class Prefetch:
         graph: GatherOrder,
         binding: Binding,
         split: frozenset[Unit],
-        broken: bool,
+        is_part: bool,
         run: MakesRun,
         stays: Callable[[Unit], bool],
     ) -> None:
@@ -130,7 +129,7 @@ class Prefetch:
         for found in () if followed is None else followed.gathers():
             gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
         for unit, shards, whole in wanted:
-            if whole or self._every or broken:  # so that its first pass runs the programs of later ones
+            if whole or self._every or is_part:  # so that its first pass runs the programs of later ones
                 gathers.gather(unit, shards, whole or stays(unit))
         gathers.finish_used(binding.units)
         for unit, shards, whole in self._ahead(followed, direction, binding):
@@ -217,14 +216,14 @@ class Prefetch:
                 reductions.launch_put_off(names)
 
     def reduced_behind(
-        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], broken: bool, asked: BackwardRequest
+        self, graph: GatherOrder, binding: Binding, split: frozenset[Unit], asked: BackwardRequest
     ) -> frozenset[Unit]:
         """Units whose gradients are left to `UnitReductions.launch`, to be reduced while the next region runs."""
         if graph.part or asked.inputs_only or not graph.reduced:
             return frozenset()
         if self._every:
             units: Sequence[Unit] = binding.units
-        elif (broken or self.orders.follows_backward) and graph.last_reduced is not None:
+        elif (asked.is_part or self.orders.follows_backward) and graph.last_reduced is not None:
             units = [binding.shards[graph.last_reduced].unit]
         else:
             return frozenset()

@@ -88,12 +88,17 @@ class ProgramSelection:
             )
         return program
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the region, of which a forward is about to run, is not all of what the user called."""
+        return not self._lowering.runtime.follower.is_whole(self._broken)
+
     def before_forward(self, graph: MarkedGraph, binding: Binding) -> Program:
         """Gathers what the program does not; returns the program that runs then."""
         holdings = self._lowering.runtime.holdings
         split = holdings.split.in_forward(binding.parts, self._broken) if binding.parts else frozenset[Unit]()
         self._lowering.runtime.prefetch.before_forward(
-            graph, binding, split, self._broken, partial(self._lowering.run_of, graph, binding)
+            graph, binding, split, self.is_part, partial(self._lowering.run_of, graph, binding)
         )
         holdings.forward.regions_run += 1
         return self.program(graph, binding, forward_states(holdings, binding))
@@ -109,12 +114,10 @@ class ProgramSelection:
         """Gathers what the program does not; returns the program that runs then, and what is done behind it."""
         runtime = self._lowering.runtime
         split = runtime.holdings.split.in_backward(binding) if binding.parts else frozenset[Unit]()
-        runtime.prefetch.before_backward(
-            graph, binding, split, self._broken, asked, partial(self._lowering.run_of, graph, binding)
-        )
+        runtime.prefetch.before_backward(graph, binding, split, asked, partial(self._lowering.run_of, graph, binding))
         behind = frozenset[Unit]()
         if runtime.backward.deferred is None:
-            behind = runtime.prefetch.reduced_behind(graph, binding, split, self._broken, asked)
+            behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
         states = backward_states(runtime.holdings, graph.reduced, binding, asked, dead, split, behind)
         if runtime.context.planning is not None and not all(unit.reduce_grads for unit in binding.units):
             states = self._with_accumulation(graph, binding, states, split, asked.forward)

@@ -107,7 +107,7 @@ class Region:
             self.parts.lower_forward(graph, binding, followed)
             return boxed(lambda args: self._run_forward(graph, args))
         split = runtime.holdings.split.in_forward(binding.parts, self._broken)
-        whole = runtime.prefetch.outside(graph, binding, split, self._broken)
+        whole = runtime.prefetch.outside(graph, binding, split, not is_whole)
         if backward is not None and runtime.holdings.shards.is_whole(binding.unit_set):
             lowering.keep_units(graph, backward, binding)
         self._selection.program(graph, binding, forward_states(runtime.holdings, binding, whole), late=False)
@@ -148,10 +148,11 @@ class Region:
             if graph.direction == "forward":
                 self.calls.begin(binding, forward.entry, follower.role)
             return self.parts.forward(graph, binding, args, followed)
+        is_part = self._selection.is_part
         program = self._selection.before_forward(graph, binding)
         role = follower.runs(Leg(self._selection, known_by, graph, binding, program))
         if graph.direction == "forward":
-            self.calls.begin(binding, forward.entry, role)
+            self.calls.begin(binding, forward.entry, role, is_part)
         return self._runner.forward(program, binding, args)
 
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
@@ -175,7 +176,7 @@ class Region:
         taken = [args[i] for i in split.taken]
         results = self._run_asked(split.inputs, args, asked)
         count = len(output_args(graph.gm.graph))
-        later = BackwardRequest(asked.entry, asked.absent, forward=asked.forward)
+        later = BackwardRequest(asked.entry, asked.absent, forward=asked.forward, is_part=asked.is_part)
         backward.deferred.append(partial(self._run_weights, split.weights, [*taken, *results[count:]], later))
         return results[:count]
 

@@ -42,13 +42,15 @@ class Call:
         entry: what the user called.
         role: what it is to the other ranks; None: nothing, all ranks do the same by themselves.
         node: weakly, the node.
+        is_part: whether the region is not all of what the user called.
     """
 
-    def __init__(self, binding: Binding, entry: Entry, role: Role | None, node: Any) -> None:
+    def __init__(self, binding: Binding, entry: Entry, role: Role | None, node: Any, is_part: bool = False) -> None:
         self.binding = binding
         self.entry = entry
         self.role = role
         self.node = weakref.ref(node)
+        self.is_part = is_part
 
     @property
     def units(self) -> frozenset[Unit]:
@@ -123,6 +125,7 @@ class BackwardRequest:
         inputs_only: whether no parameter is to get a gradient: `torch.autograd.grad`.
         role: of the call.
         forward: its shards.
+        is_part: of the call.
     """
 
     entry: Entry = Entry()
@@ -132,6 +135,7 @@ class BackwardRequest:
     inputs_only: bool = False
     role: Role | None = None
     forward: Binding | None = None
+    is_part: bool = False
 
 
 class Calls:
@@ -149,19 +153,19 @@ class Calls:
         self._region = region
         self._local = threading.local()  # autograd runs a device's backward in a thread of its own
 
-    def begin(self, binding: Binding, entry: Entry, role: Role | None = None) -> None:
-        """Is told the shards of the forward that runs now, what the user called, and what it is to other ranks."""
-        self._local.begun = binding, entry, role
+    def begin(self, binding: Binding, entry: Entry, role: Role | None = None, is_part: bool = False) -> None:
+        """Is told of the forward that runs now (see `Call`)."""
+        self._local.begun = binding, entry, role, is_part
 
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
         node = compiled_function_node(outputs)
-        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None)
+        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None, False)
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            binding, entry, role = begun
-            call = Call(binding, entry, role, node)
+            binding, entry, role, is_part = begun
+            call = Call(binding, entry, role, node, is_part)
             self._live.add(call)
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
 
@@ -189,6 +193,7 @@ class Calls:
             inputs_only,
             call.role,
             binding,
+            call.is_part,
         )
 
     def backward(self) -> BackwardRequest:
