@@ -19,12 +19,13 @@ MATRIX_TESTS := tests/dist $(patsubst %,tests/graph/test_%.py,kernels compat int
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 MATRIX_RUNS := $(MATRIX:%=matrix-%)
 
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo check test mutants fuzz fuzz-readers gpu-test lint types bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo check test mutants fuzz fuzz-readers gpu-test lint types docs pictures bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
@@ -36,6 +37,8 @@ help:
 	@echo 'make gpu-test  the tests that need a CUDA GPU, with $(PYTHON) as it is: it has torch, triton and pytest'
 	@echo 'make lint    ruff: rules and format; import-linter: the order of rooms'
 	@echo 'make types   mypy --strict'
+	@echo 'make docs    the site, in build/docs; every warning, dead link and message without an explanation is an error'
+	@echo 'make pictures  the pictures of the site, from steps of the demo'"'"'s model'
 	@echo 'make bench   host overhead, cost of choosing programs, the first step by phase, training steps, schedules on paper'
 	@echo 'make bench-gpu  copies and overlap on one CUDA GPU, with $(PYTHON), too: every claim in one table, nine minutes'
 	@echo 'make matrix  the tests that depend on torch on torch $(MATRIX), each in a .venv-VERSION of its own'
@@ -70,6 +73,14 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+docs: $(DOCS_INSTALLED)
+	$(BIN)/python -m docs.tools.troubleshooting --check
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	@echo 'build/docs/index.html'
+
+pictures: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m docs.tools.pictures docs/pictures
+
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.dispatch
@@ -99,6 +110,10 @@ endef
 $(INSTALLED): pyproject.toml constraints.txt
 	$(CREATE)
 	$(@D)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(MATRIX:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml

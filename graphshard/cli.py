@@ -7,6 +7,7 @@
     graphshard hardware                    the hardware table and its sources
     graphshard doctor MODULE:FUNCTION      what of a model is handled specially, runs in eager, or is refused
     graphshard diagnose DIR                what happened when a rank hung or died, from the dumps of the ranks
+    graphshard --version                   the versions of graphshard and torch
 
 Exit status: 0, 1 (plans differ, or something of a model is refused), 2 (wrong arguments or files).
 """
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from graphshard.cost import HARDWARE, find_hardware
 from graphshard.cost.hardware_file import hardware_fields
 from graphshard.examining.command import add_arguments
@@ -28,6 +31,7 @@ from graphshard.faults import diagnose
 from graphshard.graph.plan import END
 from graphshard.plan_file import Plan, StoredProgram, load_plan, plan_changes
 from graphshard.reporting.table_text import write_table
+from graphshard.version import __version__
 
 # Plans a model by its arguments.
 _SCALE = "graphshard.scale.command"
@@ -53,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "graphshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"graphshard {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "read, compare and check plan files, or, with --model MODULE:FACTORY, plan a model"
     plan = commands.add_parser("plan", help=text, description=text)

@@ -168,7 +168,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 def _sensible(case: Case) -> Case:
-    """Without what README's limits leave out: jobs whose bits may differ, or that are refused by name."""
+    """Without what docs/limits.md leaves out: jobs whose bits may differ, or that are refused by name."""
     layers = tuple(_sensible_layer(layer, case) for layer in case.layers)
     found = [*_walk(layers)]
     in_parts = case.regions == "unit" or any(layer.breaks == "all" or layer.kind in READ_OUTSIDE for layer in found)

@@ -21,7 +21,7 @@ from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("graphshard", "passes", "tests", "bench", "docs")
-FILES = ("pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md")
+FILES = ("pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff")
 TIMEOUT_S = 300
 FAILED = 1  # pytest's exit status when tests have failed
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tests.mutations.of_docs import OF_DOCS
 from tests.mutations.of_graphs import OF_GRAPHS
 from tests.mutations.of_runs import OF_RUNS
 
-MUTATIONS = (*OF_RUNS, *OF_GRAPHS)
+MUTATIONS = (*OF_RUNS, *OF_GRAPHS, *OF_DOCS)
