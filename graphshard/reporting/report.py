@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from graphshard.graph.plan import Decision
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 
 class NamedUnit(Protocol):
