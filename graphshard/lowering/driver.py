@@ -20,6 +20,7 @@ from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
+from graphshard.graph.unit_ranges import mark_units
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
 from graphshard.reporting.artifacts import show_graph
 from graphshard.validation import Before
@@ -198,6 +199,7 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     start = time.perf_counter()
     level, unchecked = env.verify_level(), list[str]()
     graph = copy_graph(gm)
+    mark_units(graph, ctx)
     edits = _run(graph, PROGRAM, ctx, title, unchecked.append)
     if level:
         verify.check_lowered(graph)

@@ -34,6 +34,7 @@ from graphshard.graph.ir import (
 )
 from graphshard.graph.plan import Decision
 from graphshard.graph.printer import format_graph
+from graphshard.graph.unit_ranges import operators_of_units
 from graphshard.kernels import fuses_on
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -251,6 +252,7 @@ class RegionLowering:
                 ir=format_graph(lowered.gm.graph),
                 code=generated_code(run),
                 decision=decision,
+                computed=operators_of_units(lowered.gm.graph) if self._bodies is None else (),
                 **communication_facts(lowered.gm.graph, binding.shards),
             )
             context.report.programs.append(record)
