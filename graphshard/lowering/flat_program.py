@@ -59,7 +59,7 @@ class FlatProgram:
         self._globals: dict[str, Any] = {"torch": torch}
         self._globals |= {f"body_{number}": body.run for body, number in numbers.items()}
         names = {stretch: f"body_{numbers[body]}" for stretch, body in bodies.items()}
-        self._calls: list[tuple[int, str, str]] = []  # (line, body, units that it computes there)
+        self._calls: list[tuple[int, str, Callable[..., Any], str]] = []  # (line, callee, what it is, its units)
         lines = [*self._lines(gm, steps, names), ""]
         sources = [f"# body_{number}\n{body.source}" for body, number in numbers.items() if body.source is not None]
         self.source_code = "\n".join([*lines, *sources])
@@ -84,11 +84,11 @@ class FlatProgram:
         return program
 
     def _with_names(self) -> list[str]:
-        """The same lines, in which calls of bodies have names in a profiler's trace."""
+        """The same lines, in which what is computed of units has names in a profiler's trace."""
         lines = list(self._lines_of)
-        for number, (line, body, units) in enumerate(self._calls):
-            self._globals[f"named_{number}"] = partial(_in_range, units, self._globals[body])
-            lines[line] = lines[line].replace(f"{body}(_read)", f"named_{number}(_read)")
+        for number, (line, callee, function, units) in enumerate(self._calls):
+            self._globals[f"named_{number}"] = partial(_in_range, units, function)
+            lines[line] = lines[line].replace(f"{callee}(", f"named_{number}(", 1)
         return lines
 
     def _lines(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, str]) -> list[str]:
@@ -105,10 +105,12 @@ class FlatProgram:
             if isinstance(step, Stretch):
                 lines.append(f"    _read = [{', '.join(node.name for node in step.inputs)}]")
                 lines += [f"    del {done}"] * bool(done)
-                self._calls.append((len(lines), bodies[step], units_of(step.nodes)))
+                self._calls.append((len(lines), bodies[step], self._globals[bodies[step]], units_of(step.nodes)))
                 results = "".join(f"{node.name}, " for node in step.outputs)
                 lines.append(f"    {results and results + '= '}{bodies[step]}(_read)")
             else:
+                if (units := units_of([step])) and is_torch_operator(step.target):
+                    self._calls.append((len(lines), f"torch.ops.{step.target}", step.target, units))
                 unused = "" if step in last else "; del " + step.name
                 lines.append(f"    {step.name} = {self._call(step)}{unused}")
                 lines += [f"    del {done}"] * bool(done)
@@ -138,9 +140,9 @@ class FlatProgram:
         return name
 
 
-def _in_range(units: str, run: Run, args: list[Any]) -> Sequence[Any]:
+def _in_range(units: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with computing(units):
-        return run(args)
+        return function(*args, **kwargs)
 
 
 def _last_reads(graph: Graph, steps: Sequence[Node | Stretch]) -> dict[Node, int]:
