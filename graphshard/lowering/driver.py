@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from textwrap import shorten
 
 from torch.fx import Graph, GraphModule
 
@@ -31,6 +32,8 @@ OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.
 # Those on which what a program sends does not depend: a rank leaves them out alone.
 OWN = OPTIONAL - {step.name for step in PROGRAM if step.sends}
 Say = Callable[[str], object]
+# Of what a pass decided a log gets so many characters.
+_LOGGED, _LONGER = 2000, " ... (all of it: GRAPHSHARD_DUMP)"
 # The level from which on graphs are run before and after a pass, and optional passes that fail are left out.
 RUNS = 2
 
@@ -293,5 +296,6 @@ class _Before:
 
 
 def _decided(graph: Graph, title: str, number: int, step: Pass, edit: object) -> None:
-    log.debug("graphshard: %s: pass %s: %s", title, step.name, edit)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("graphshard: %s: pass %s: %s", title, step.name, shorten(str(edit), _LOGGED, placeholder=_LONGER))
     show_graph(graph, title, number, step.name, edit)

@@ -40,7 +40,7 @@ def several_models(folder: str) -> None:
     step(idle)
     with graphshard.debug(folder) as written:
         step(before)
-        student = compiled(models.mlps(3), backend="inductor")
+        student = compiled(models.mlps(1), backend="inductor")
         step(student)
         by_unit = compiled(models.Decoder(), regions="unit")
         step(by_unit, models.tokens)

@@ -186,4 +186,5 @@ def test_passes_say_what_they_decide(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=driver.__name__):
         lowered = lower("title")
     ours = [record.getMessage() for record in caplog.records if record.name == driver.__name__]
+    assert all(len(str(edit)) < 2000 for _, edit in lowered.edits)
     assert ours == [f"graphshard: title: pass {name}: {edit}" for name, edit in lowered.edits]
