@@ -2,6 +2,7 @@
 
 from graphshard.api import compile, eager, report, save_plan, weight_backward
 from graphshard.capture.units import find_units
+from graphshard.debugging import debug
 from graphshard.errors import CommunicationFailed, ModelDeleted, RanksDiffer, UnsupportedModel, VerifyError
 from graphshard.examining import doctor
 from graphshard.explaining import explain, measure
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedModel",
     "VerifyError",
     "compile",
+    "debug",
     "doctor",
     "eager",
     "explain",

@@ -7,7 +7,7 @@
     graphshard hardware                    the hardware table and its sources
     graphshard doctor MODULE:FUNCTION      what of a model is handled specially, runs in eager, or is refused
     graphshard diagnose DIR                what happened when a rank hung or died, from the dumps of the ranks
-    graphshard --version                   the versions of graphshard and torch
+    graphshard --version                   graphshard's version, and those of what it runs on
 
 Exit status: 0, 1 (plans differ, or something of a model is refused), 2 (wrong arguments or files).
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "graphshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"graphshard {__version__}, torch {torch.__version__}")
+    parser.add_argument("--version", action="version", version=_version(), help="print versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "read, compare and check plan files, or, with --model MODULE:FACTORY, plan a model"
     plan = commands.add_parser("plan", help=text, description=text)
@@ -77,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     diagnosed.add_argument("folder", metavar="DIR", help="a folder of dumps, of all ranks if they can be put together")
     diagnosed.set_defaults(run=_diagnose)
     return parser
+
+
+def _version() -> str:
+    return f"graphshard {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from graphshard.api import need_engine
-from graphshard.explain import Explanation, PlannedProgram
+from graphshard.explain import Explanation
+from graphshard.planning.planned_programs import explanation_of
 from graphshard.reporting.measuring import measured_programs
-from graphshard.reporting.report import ProgramRecord
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -25,42 +25,8 @@ def explain(model: nn.Module) -> Explanation:
     Raises:
         ValueError: `model` is not compiled.
     """
-    engine = need_engine(model, "graphshard.explain")
-    planning = engine.context.planning
-    programs, notes = [], []
-    for record in engine.context.report.programs:
-        planned = _planned(record, planning.mode if planning is not None else "fsdp2")
-        if planned is not None:
-            programs.append(planned)
-    if not programs:
-        notes.append("no program has been planned yet: run a step")
-    if not any(program.measured for program in programs):
-        notes.append(
-            "times are predicted; `with graphshard.measure(model):` around some steps puts measured ones beside"
-        )
-    hardware = planning.scene.cost.hardware.name if planning is not None else "none"
-    return Explanation(
-        tuple(programs), hardware, (*notes, *engine.context.report.fallbacks, *engine.context.report.notes)
-    )
-
-
-def _planned(record: ProgramRecord, plan: str) -> PlannedProgram | None:
-    decision = record.decision
-    if decision is None:
-        return None
-    flags = "" if record.flags == "default" else f" [{record.flags}]"
-    return PlannedProgram(
-        f"region {record.region} {record.direction}{flags}",
-        decision.problem,
-        decision.choice.schedule,
-        decision.choice.simulation,
-        decision.choice.lower_bound_us,
-        plan,
-        tuple(bucket.name for bucket in decision.plan.buckets),
-        decision.choice.baselines,
-        decision.budget_bytes,
-        record.timings or None,
-    )
+    context = need_engine(model, "graphshard.explain").context
+    return explanation_of(context.planning, context.report)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArti
 
 from graphshard.files import read_limited
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 _TYPE = "graphshard"
 # Of an entry.

@@ -22,13 +22,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
-from torch._logging._internal import trace_structured
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 # A compiler of AOTAutograd's: gets a graph and example inputs, returns a callable that takes a list of arguments.
 GraphCompiler = Callable[..., Callable[[list[Any]], Sequence[Any]]]
@@ -258,11 +257,6 @@ def module_like(gm: GraphModule, graph: Graph) -> GraphModule:
         vars(other).setdefault(name, value)
     other.meta = gm.meta
     return other
-
-
-def log_artifact(name: str, text: str) -> None:
-    """Hands a dump to torch's structured log (tlparse)."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def eager_random_numbers() -> AbstractContextManager[None]:

@@ -81,6 +81,19 @@ def timeline(program: PlannedProgram, y: int = 0) -> tuple[str, int]:
     return svg, height
 
 
+def memory_curve(program: PlannedProgram) -> str:
+    """The memory of a timeline alone, over time, as an ``<svg>`` element to be styled by timeline.css."""
+    end_us, height = max(program.simulation.step_us, 1e-3), MEMORY + AXIS + 12
+    areas, notes = _memory(program, end_us, AXIS + 6)
+    return (
+        f'<svg class="timeline" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'role="img" aria-label="memory of {escape(program.title)}">\n<g class="axis">{_axis(end_us, height)}</g>\n'
+        f'<svg class="bars" x="{LEFT}" y="0" width="{RIGHT - LEFT}" height="{height}" '
+        f'viewBox="0 0 {end_us:.3f} {height}" preserveAspectRatio="none">\n{areas}\n</svg>\n'
+        f'<g class="names">{notes}</g>\n</svg>\n'
+    )
+
+
 def _height(lane: Lane) -> int:
     return MEASURED if lane.measured else LANE
 

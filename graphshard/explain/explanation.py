@@ -9,6 +9,7 @@ from pathlib import Path
 from graphshard.explain.chrome_trace import chrome_trace
 from graphshard.explain.drawing import drawing
 from graphshard.explain.facts_json import facts_json
+from graphshard.explain.markup import framed
 from graphshard.explain.page import page
 from graphshard.explain.plain_text import plain_text, summary_text
 from graphshard.explain.program import PlannedProgram
@@ -56,6 +57,10 @@ class Explanation:
     def to_html(self) -> str:
         """One page that needs no network: timelines to zoom into, and every table in full."""
         return page(self.programs, self.hardware, self.notes)
+
+    def _repr_html_(self) -> str:
+        """The page in a notebook, in a frame: its styles and its script see nothing else."""
+        return framed(self.to_html(), "graphshard plan")
 
     def to_svg(self) -> str:
         """The timelines alone, as a picture."""

@@ -87,11 +87,12 @@ def _chart(program: PlannedProgram) -> str:
 <div class="bar-of-tools">{keys}<span class="zoom"><button class="in" type="button" aria-label="zoom in">+</button>
 <button class="out" type="button" aria-label="zoom out">&minus;</button>
 <button class="all" type="button">all</button></span></div>
-{timeline(program)[0]}<figcaption>{_memory_keys(program)}<span class="quiet">{_HINT}</span></figcaption>
+{timeline(program)[0]}<figcaption>{memory_keys(program)}<span class="quiet">{_HINT}</span></figcaption>
 </figure>"""
 
 
-def _memory_keys(program: PlannedProgram) -> str:
+def memory_keys(program: PlannedProgram) -> str:
+    """What the colours of memory mean, those that are drawn."""
     keys = "".join(
         f'<span class="key"><svg><path class="memory {name.removesuffix("_bytes")}" d="M0,0h12v12h-12Z"/></svg>'
         f"{words}</span>"

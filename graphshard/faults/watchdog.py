@@ -32,7 +32,7 @@ from graphshard.faults.place import Place, frames_of, place_of
 from graphshard.faults.sentence import sentence
 from graphshard.faults.status import Status, status_of, user_line
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 # Of a process that the watchdog ends: "internal software error" in sysexits.h.
 EXIT_STATUS = 70

@@ -23,7 +23,7 @@ from graphshard.reporting.measuring import timed
 from graphshard.reporting.progress import progress
 from graphshard.reporting.report import NamedShard, ProgramRecord
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 A = TypeVar("A")
 R = TypeVar("R")

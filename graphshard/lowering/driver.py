@@ -11,28 +11,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from pathlib import Path
+from textwrap import shorten
 
-import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from graphshard import env
-from graphshard.compat.inductor import copy_graph, log_artifact, module_of
+from graphshard.compat.inductor import copy_graph, module_of
 from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
-from graphshard.files import make_private, write_private
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
-from graphshard.graph.printer import format_graph
+from graphshard.graph.unit_ranges import mark_units
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, OUTLINE, PROGRAM, Pass
+from graphshard.reporting.artifacts import show_graph
 from graphshard.validation import Before
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 OPTIONAL = frozenset(step.name for step in (COLLAPSE, *JOINT, *PROGRAM) if step.optional)
 # Those on which what a program sends does not depend: a rank leaves them out alone.
 OWN = OPTIONAL - {step.name for step in PROGRAM if step.sends}
 Say = Callable[[str], object]
+# Of what a pass decided a log gets so many characters.
+_LOGGED, _LONGER = 2000, " ... (all of it: GRAPHSHARD_DUMP)"
 # The level from which on graphs are run before and after a pass, and optional passes that fail are left out.
 RUNS = 2
 
@@ -102,9 +103,10 @@ def run_captured_passes(gm: GraphModule, title: str, say: Say = log.warning) -> 
     for name, inner in gm.named_modules():
         if isinstance(inner, GraphModule):
             ctx = PassContext("inner" if name else "captured")
+            where = f"{title}{'.' + name if name else ''}"
+            show_graph(inner.graph, where, 0, "captured")
             for number, step in enumerate(CAPTURED, start=1):
                 if edit := step.decide(inner.graph, ctx):
-                    where = f"{title}{'.' + name if name else ''}"
                     _apply_captured(inner.graph, step, edit, ctx, where, number, say)
                     inner.recompile()
 
@@ -127,7 +129,7 @@ def _apply_captured(
             verify.check_lint(graph)
         if before is not None:
             _compare(before, graph, step, edit, title, say)
-    _dump(env.dump_dir(), title, number, step.name, graph, str(edit))
+    _decided(graph, title, number, step, edit)
 
 
 def leaves_out(error: VerifyError, passes: frozenset[str], ctx: PassContext, say: Say, title: str) -> PassContext:
@@ -200,6 +202,7 @@ def lower(gm: GraphModule, ctx: PassContext, title: str) -> Lowered:
     start = time.perf_counter()
     level, unchecked = env.verify_level(), list[str]()
     graph = copy_graph(gm)
+    mark_units(graph, ctx)
     edits = _run(graph, PROGRAM, ctx, title, unchecked.append)
     if level:
         verify.check_lowered(graph)
@@ -235,10 +238,10 @@ def _named(step: Pass, edit: object, title: str) -> Iterator[None]:
 
 
 def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, say: Say) -> list[tuple[str, object]]:
-    level, disabled, directory = env.verify_level(), env.disabled_passes(OPTIONAL), env.dump_dir()
+    level, disabled = env.verify_level(), env.disabled_passes(OPTIONAL)
     if level:
         verify.check_lint(graph)
-    _dump(directory, title, 0, "captured", graph)
+    show_graph(graph, title, 0, "captured")
     edits: list[tuple[str, object]] = []
     recomputed: verify.Recomputed | None = {} if level > 1 else None
     for number, step in enumerate(passes, start=1):
@@ -256,7 +259,7 @@ def _run(graph: Graph, passes: tuple[Pass, ...], ctx: PassContext, title: str, s
                 if running is not None:
                     _compare(running, graph, step, edit, title, say)
         edits.append((step.name, edit))
-        _dump(directory, title, number, step.name, graph, str(edit))
+        _decided(graph, title, number, step, edit)
     return edits
 
 
@@ -292,12 +295,7 @@ class _Before:
                 verify.check_traffic(graph, ctx, self.traffic)
 
 
-def _dump(directory: Path | None, title: str, number: int, name: str, graph: Graph, edit: str = "") -> None:
-    if directory is None:
-        return
-    text = (f"# {edit}\n" if edit else "") + format_graph(graph)
-    if dist.is_initialized():
-        directory = directory / f"rank{dist.get_rank()}"
-    make_private(directory)
-    write_private(directory / f"{title}.{number}.{name}.ir", text)
-    log_artifact(f"graphshard_{title}_{number}_{name}", text)
+def _decided(graph: Graph, title: str, number: int, step: Pass, edit: object) -> None:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("graphshard: %s: pass %s: %s", title, step.name, shorten(str(edit), _LOGGED, placeholder=_LONGER))
+    show_graph(graph, title, number, step.name, edit)

@@ -16,6 +16,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.compat.tensors import is_torch_operator
 from graphshard.graph.ir import output_args
 from graphshard.graph.stretches import Stretch
+from graphshard.graph.unit_ranges import units_of
+from graphshard.reporting.named_events import computing, names_events
 
 # Takes a list of arguments, which it empties, and returns its results.
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -56,6 +59,7 @@ class FlatProgram:
         self._globals: dict[str, Any] = {"torch": torch}
         self._globals |= {f"body_{number}": body.run for body, number in numbers.items()}
         names = {stretch: f"body_{numbers[body]}" for stretch, body in bodies.items()}
+        self._calls: list[tuple[int, str, Callable[..., Any], str]] = []  # (line, callee, what it is, its units)
         lines = [*self._lines(gm, steps, names), ""]
         sources = [f"# body_{number}\n{body.source}" for body, number in numbers.items() if body.source is not None]
         self.source_code = "\n".join([*lines, *sources])
@@ -63,11 +67,29 @@ class FlatProgram:
         file = f"<graphshard program {next(_numbers)}>"
         weakref.finalize(self, linecache.cache.pop, file, None)
         linecache.cache[file] = (len(lines), None, [f"{line}\n" for line in lines], file)
-        exec(compile("\n".join(lines), file, "exec"), self._globals)
-        self._program: Run = self._globals["program"]
+        self._lines_of, self._file = lines, file
+        self._program = self._compiled(lines)
+        self._named: Run | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if names_events():
+            if self._named is None:
+                self._named = self._compiled(self._with_names())
+            return self._named(args)
         return self._program(args)
+
+    def _compiled(self, lines: Sequence[str]) -> Run:
+        exec(compile("\n".join(lines), self._file, "exec"), self._globals)
+        program: Run = self._globals.pop("program")
+        return program
+
+    def _with_names(self) -> list[str]:
+        """The same lines, in which what is computed of units has names in a profiler's trace."""
+        lines = list(self._lines_of)
+        for number, (line, callee, function, units) in enumerate(self._calls):
+            self._globals[f"named_{number}"] = partial(_in_range, units, function)
+            lines[line] = lines[line].replace(f"{callee}(", f"named_{number}(", 1)
+        return lines
 
     def _lines(self, gm: GraphModule, steps: Sequence[Node | Stretch], bodies: dict[Stretch, str]) -> list[str]:
         last = _last_reads(gm.graph, steps)
@@ -83,9 +105,12 @@ class FlatProgram:
             if isinstance(step, Stretch):
                 lines.append(f"    _read = [{', '.join(node.name for node in step.inputs)}]")
                 lines += [f"    del {done}"] * bool(done)
+                self._calls.append((len(lines), bodies[step], self._globals[bodies[step]], units_of(step.nodes)))
                 results = "".join(f"{node.name}, " for node in step.outputs)
                 lines.append(f"    {results and results + '= '}{bodies[step]}(_read)")
             else:
+                if (units := units_of([step])) and is_torch_operator(step.target):
+                    self._calls.append((len(lines), f"torch.ops.{step.target}", step.target, units))
                 unused = "" if step in last else "; del " + step.name
                 lines.append(f"    {step.name} = {self._call(step)}{unused}")
                 lines += [f"    del {done}"] * bool(done)
@@ -113,6 +138,11 @@ class FlatProgram:
         name = f"constant_{len(self._globals)}"
         self._globals[name] = value
         return name
+
+
+def _in_range(units: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with computing(units):
+        return function(*args, **kwargs)
 
 
 def _last_reads(graph: Graph, steps: Sequence[Node | Stretch]) -> dict[Node, int]:

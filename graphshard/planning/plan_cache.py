@@ -29,7 +29,7 @@ from graphshard.planner import (
     simulate,
 )
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

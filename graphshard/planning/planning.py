@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ from graphshard.planning.pass_plan import region_run
 from graphshard.planning.plan_cache import remembered_residency, remembered_schedule
 from graphshard.planning.realising import realise
 from graphshard.version import __version__
+
+log = logging.getLogger(__name__)
 
 # How many there are is not known when the first one runs: the fewest that accumulate.
 _MICRO_BATCHES = 2
@@ -201,7 +204,15 @@ class RegionPlanning:
             PlanMismatch: the stored plan of that name is for another graph.
         """
         with self._spending():
-            return self._plan(graph, ctx, flags, short_bytes, as_fsdp2, contract)
+            plan = self._plan(graph, ctx, flags, short_bytes, as_fsdp2, contract)
+        if (found := self.latest) is not None:
+            log.debug(
+                "graphshard: %s of region %d is planned: schedule %s, %d buckets, %.0f us of which %.0f us exposed, "
+                "%d of %d bytes", ctx.direction, self._number, found.choice.name, len(found.plan.buckets),
+                found.choice.simulation.step_us, found.choice.simulation.exposed_us,
+                found.choice.simulation.peak_bytes, found.budget_bytes,
+            )  # fmt: skip
+        return plan
 
     def _plan(
         self,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import TaskID
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from graphshard.graph.plan import Decision
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 
 class NamedUnit(Protocol):
@@ -73,6 +73,7 @@ class ProgramRecord:
         carried: for each entry of `order`, the process group and the parameters in it; neither for the model's own.
         launched: the collectives that it sends, in order, without the model's own.
         parameters: (unit, FQN) of those whose shards the program was lowered for.
+        computed: (operator, unit) of its graph, in order, if it runs operator by operator.
         timings: by bucket, when it was launched and done in a run and how long the run waited, in us from its start:
             medians, if `graphshard.measure` saw it run.
     """
@@ -92,6 +93,7 @@ class ProgramRecord:
     carried: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
     launched: tuple[Launched, ...] = field(default=(), repr=False)
     parameters: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    computed: tuple[tuple[object, str], ...] = field(default=(), repr=False)
     timings: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, repr=False)
 
     @property
@@ -104,11 +106,16 @@ class ProgramRecord:
         """The bucket of an entry of `order` and the parameters in it, in a run for `shards`: equal blocks share it."""
         bucket, fqns = self.order[position][1], self.carried[position][1]
         name_of = self._names_for(shards)
+        kind, colon, units = bucket.partition(":")
+        return f"{kind}{colon}{self.units_for(units, shards)}", tuple(name_of.get(fqn, fqn) for fqn in fqns)
+
+    def units_for(self, units: str, shards: Sequence[NamedShard]) -> str:
+        """What units of the program (``"layers.0"``, or from the first to the last, ``"layers.0..layers.2"``) are in a
+        run for `shards`.
+        """
         pairs = zip(self.parameters, shards, strict=False)
         unit_of = {unit or "root": shard.unit.name or "root" for (unit, _), shard in pairs}
-        kind, colon, units = bucket.partition(":")
-        named = "..".join(unit_of.get(unit, unit) for unit in units.split(".."))
-        return f"{kind}{colon}{named}", tuple(name_of.get(fqn, fqn) for fqn in fqns)
+        return "..".join(unit_of.get(unit, unit) for unit in units.split(".."))
 
     def launched_for(self, shards: Sequence[NamedShard]) -> tuple[Launched, ...]:
         """What `launched` is in a run for `shards`."""

@@ -7,6 +7,7 @@ eager       the captured graph runs as it is; its markers gather and reduce one 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -112,6 +115,7 @@ def make_backend(
         number = runtime.context.report.regions
         runtime.context.report.regions += 1
         title, note = f"{runtime.context.name}.region{number}", runtime.context.report.note_once
+        log.info("graphshard: %s: captured, %d nodes%s", title, len(gm.graph.nodes), ", up to a graph break" * broken)
         driver.run_captured_passes(gm, f"{title}.captured", note)
         if name == "eager":
             return with_arguments(_uncompiled(runtime, number, gm), arguments)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,12 @@ from graphshard.state.shard_table import ShardTable
 from graphshard.state.unit_programs import UnitPrograms
 
 _numbers = itertools.count()
+_engines: WeakValueDictionary[str, Engine] = WeakValueDictionary()
+
+
+def model_contexts() -> list[ModelContext]:
+    """Of all models that this process has compiled and not deleted, in the order of `compile`."""
+    return [engine.context for engine in list(_engines.values())]
 
 
 class Engine:
@@ -101,6 +108,7 @@ class Engine:
         self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held
         self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()
+        _engines[context.name] = self
 
     def _make_context(self, planning: Planning | None) -> ModelContext:
         # For dumps: models are compiled in the same order on every rank.

@@ -18,6 +18,7 @@ from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import argument_position, copy_graph, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.results import hide_results
+from graphshard.compat.structured_trace import TracedCompile
 from graphshard.errors import ModelDeleted, UnsupportedModel, VerifyError
 from graphshard.faults import compiling
 from graphshard.following.follower import KEPT
@@ -33,6 +34,7 @@ from graphshard.graph.ir import (
 )
 from graphshard.graph.plan import Decision
 from graphshard.graph.printer import format_graph
+from graphshard.graph.unit_ranges import operators_of_units
 from graphshard.kernels import fuses_on
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -41,7 +43,9 @@ from graphshard.lowering.within_budget import lower_within_budget
 from graphshard.passes.apply_residency import REJOINED
 from graphshard.plan_file import PlanMismatch, program_flags
 from graphshard.planner import BudgetTooSmall, RegionRun
+from graphshard.planning.planned_programs import explained_text
 from graphshard.planning.planning import RegionPlanning
+from graphshard.reporting.artifacts import show_program
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -52,7 +56,7 @@ from graphshard.state.shards import Shard
 from graphshard.state.signatures import contract_params, ordered_units, program_key, shown_state
 from graphshard.state.unit_state import KEEP
 
-log = logging.getLogger("graphshard")
+log = logging.getLogger(__name__)
 
 
 class RegionLowering:
@@ -86,6 +90,7 @@ class RegionLowering:
         self._structures: dict[object, str] = {}
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
         self.leader: int | None = None
+        self._traced = TracedCompile.running()
         self._expects = True  # that the leader decides what this rank would
         planning, note = runtime.context.planning, runtime.context.report.note_once
         self._planner = None if planning is None else RegionPlanning(planning, number, note)
@@ -220,7 +225,8 @@ class RegionLowering:
             forward: of a backward, the shards of its forward.
         """
         context, flags = self.runtime.context, convention.flags
-        with compiling(context.name, f"the {graph.direction} of region {self.number}"):
+        what = f"the {graph.direction} of region {self.number}"
+        with compiling(context.name, what), self._traced.resumed():
             params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
             params |= {REJOINED + name: post_forward_ref(params[name]) for name in flags.rejoined}
             fuses = fuses_on(binding.device, context.report.say_once)
@@ -246,10 +252,13 @@ class RegionLowering:
                 ir=format_graph(lowered.gm.graph),
                 code=generated_code(run),
                 decision=decision,
+                computed=operators_of_units(lowered.gm.graph) if self._bodies is None else (),
                 **communication_facts(lowered.gm.graph, binding.shards),
             )
             context.report.programs.append(record)
             log.info("graphshard: %s: passes %.1f s, compiled in %.1f s", title, record.passes_s, record.compile_s)
+            plan = partial(explained_text, record, context.planning)
+            show_program(context.name, title, record, context.report, plan)
             return Program(run, record, convention, contract)
 
     def _title(self, graph: MarkedGraph) -> str:

@@ -6,6 +6,7 @@ operator.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.graph.printer import format_graph
 from graphshard.kernels import fuses_on
 from graphshard.lowering import driver
+from graphshard.reporting.artifacts import show_program
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
 from graphshard.state.binding import Binding
@@ -35,6 +37,8 @@ from graphshard.state.crossing import Crossing, UnitGather, UnitReduction
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import PARTIAL, Shard
 from graphshard.state.unit_state import REACHED, RESHARD, UnitState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -166,6 +170,8 @@ class UnitPrograms:
             **communication_facts(lowered.graph, shards),
         )
         self._report.programs.append(record)
+        log.info("graphshard: %s: passes %.1f s, runs operator by operator", title, record.passes_s)
+        show_program(self._name, title, record, self._report, str)
         return UnitProgram(*cut_at_wait(with_gather_outputs(lowered, compiled=False)), record)
 
 

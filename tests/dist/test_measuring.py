@@ -6,6 +6,7 @@ from typing import Any
 
 import models
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
@@ -42,3 +43,40 @@ def measured_steps() -> None:
 
 def test_launches_and_waits_of_steps_are_measured(two_ranks: WorkerPool) -> None:
     two_ranks.run(measured_steps)
+
+
+def named_units(backend: str, regions: str) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model: Any = graphshard.compile(models.Decoder(), mesh, backend=backend, regions=regions, plan="fsdp2")
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(*models.tokens(0, 0)).square().mean().backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    unnamed = gradients()
+    with profile() as profiler:
+        named = gradients()
+    assert all(map(torch.equal, unnamed, named))
+    events = [event for event in profiler.events() or () if event.name.startswith("graphshard: ")]
+    order: dict[str, list[str]] = {"forward": [], "backward": []}
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        direction, _, unit = event.name.removeprefix("graphshard: ").partition(" of ")
+        if direction in order and not unit.startswith("region"):
+            order[direction] += [unit for unit in unit.split("..") if unit not in order[direction][-1:]]
+    layers = [f"layers.{number}" for number in range(3)]
+    assert order["forward"] == ["root", *layers, "root"]
+    assert [unit for unit in order["backward"] if unit != "root"] == layers[::-1]
+    runs = [event for event in events if " of region " in event.name]
+    for event in events:  # ranges lie inside the run of a program, whatever that is left by
+        if event.name.startswith(("graphshard: forward of", "graphshard: backward of")) and event not in runs:
+            start, end = event.time_range.start, event.time_range.end
+            assert any(run.time_range.start <= start and end <= run.time_range.end for run in runs), event.name
+
+
+@pytest.mark.parametrize(("backend", "regions"), [("aot_eager", "model"), ("inductor", "unit")])
+def test_what_is_computed_of_each_unit_bears_its_name_in_a_trace(
+    two_ranks: WorkerPool, backend: str, regions: str
+) -> None:
+    two_ranks.run(named_units, backend, regions)

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from plans import backward, forward, plan_of
 
+import graphshard
 from graphshard.cli import main
 from graphshard.cost import HARDWARE
 from graphshard.plan_file import Plan, write_plan
@@ -44,6 +46,13 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     status = main(arguments)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
+
+
+def test_version_is_printed_with_what_it_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "--version")
+    assert (status, err) == (0, "") and out.startswith(
+        f"graphshard {graphshard.__version__} (torch {torch.__version__}, "
+    )
 
 
 def test_show_prints_every_bucket(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
+from graphshard.compat.dynamo_frames import frames_seen_by, guards_of
 from graphshard.compat.inductor import (
     INDUCTOR_PATCHES,
     compile_body,
@@ -37,6 +38,24 @@ from graphshard.compat.running_trace import traced_code
 from graphshard.compat.tensors import keep_static, seen_by
 from graphshard.compat.versions import check_torch_version
 from graphshard.runtime.backend import Partitioner
+
+
+def test_frames_are_seen_with_their_guards_and_run_as_dynamo_made_them() -> None:
+    seen: list[tuple[Any, Any, str]] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    compiled = torch.compile(doubled, backend="eager", dynamic=False)
+    with frames_seen_by(lambda *frame: seen.append(frame)):
+        compiled(torch.ones(2))
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    compiled(torch.ones(4))
+    assert [code for code, _, _ in seen] == [doubled.__code__] * 2
+    assert [number.partition("/")[2] for _, _, number in seen] == ["0", "1"]
+    guards = [guards_of(code, made) for code, made, _ in seen]
+    assert "size=[2]" in guards[0] and "size=[3]" in guards[1]
+    assert guards_of(doubled.__code__, doubled.__code__) == ""
 
 
 @pytest.mark.parametrize(("version", "supported"), [("2.10.2", 0), ("2.11.0", 1), ("2.15.1+cpu", 1), ("2.16.0a0", 0)])

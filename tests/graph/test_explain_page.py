@@ -166,3 +166,13 @@ def test_page_works_in_a_browser(tmp_path: Path) -> None:
         f"greatest {format_us(longest)}, least -",
         "left 1",
     ]
+
+
+def test_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
+    evil = '"><script>alert(1)</script>'
+    shown = replace(explanation(small_program()), hardware=evil, notes=(evil,))
+    read = Page(shown._repr_html_())
+    ((tag, attributes),) = read.seen  # nothing of the page is outside
+    assert tag == "iframe" and attributes["srcdoc"] == shown.to_html()
+    assert attributes["sandbox"] == "allow-scripts"  # neither the notebook's origin nor its windows
+    assert attributes["title"] and "src" not in attributes
