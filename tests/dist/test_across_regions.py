@@ -318,7 +318,7 @@ def order_per_unit() -> None:
 def order_between_breaks() -> None:
     _, backward = passes_of(Stages, models.sequences(0, 0), "model")
     assert " ".join(backward) == (
-        "gather gather wait compute reduce "  # of the last unit, and ahead
+        "gather wait gather compute reduce "  # of the last unit, and ahead
         "wait gather compute wait reduce "  # of the first unit of the region: left to go on behind it
         "wait gather compute wait reduce wait compute wait reduce wait"
     )

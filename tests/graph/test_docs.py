@@ -133,4 +133,4 @@ def test_versions_and_extras_are_the_same_everywhere(capsys: pytest.CaptureFixtu
     }
     assert {name: words.split(", ") for name, words in listed.items()} == extras
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith(f"graphshard {graphshard.__version__}, torch ")
+    assert capsys.readouterr().out.startswith(f"graphshard {graphshard.__version__} (torch ")
