@@ -24,6 +24,7 @@ from graphshard.fsdp2.sharding_arguments import (
     refused_parameters,
     refused_placements,
 )
+from graphshard.surroundings import refused_wrappers
 
 _QUOTED = re.compile("'([^']*)'")
 
@@ -76,6 +77,7 @@ def doctor(
         subject = plain_subject(model, mesh, strategy, units, placement_of, ignored)
         subject.refusals += _refusals(subject, placement_of, ignored)
     findings = [*refusal_findings(iter(subject.refusals)), *parameter_findings(subject), *module_findings(subject)]
+    findings += refusal_findings(refused_wrappers(model))
     findings += refusal_findings(refused_modules(model))
     if subject.state == "plain":
         findings += shared_findings(subject) if units is None and not subject.lazy else []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from graphshard import env, fsdp2
 from graphshard.agree.consensus import consensus_of
@@ -140,7 +140,17 @@ class Engine:
             self._sizes = sizes
             self._eager.take_methods(gathered)
         self.shards.refresh_extensions(self.holdings.gathers.is_under_way)
-        self._entries.refresh()
+        if self._entries.refresh():
+            self._check_annotation()
+
+    def _check_annotation(self) -> None:
+        known = {id(module) for module in self._unit_modules}
+        for name, module in self.model.named_modules():
+            if isinstance(module, FSDPModule) and id(module) not in known:
+                raise RuntimeError(
+                    f"{self.context.name}: module '{name}' was given to fully_shard after graphshard.compile, which has "
+                    "no program for it; want every fully_shard before graphshard.compile"
+                )
 
     # -- calls
 
