@@ -163,8 +163,9 @@ def compile(
         mesh = _check_mesh(model, mesh)
         kind = mesh.device_type
         check(refused_parameters(model, ignored_params or set()))
-        for name, param in model.named_parameters() if mp_policy is not None else ():
-            check(refused_policy(name, param, None if param in (ignored_params or ()) else mp_policy.param_dtype))
+        for name, param in model.named_parameters():
+            if mp_policy is not None and param not in (ignored_params or ()):
+                check(refused_policy(name, param, mp_policy.param_dtype))
         check_optimizers(model)
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             check_reshard(reshard_after_forward, shard_count(mesh))

@@ -76,8 +76,11 @@ def doctor(
         placement_of = shard_placement_fn if strategy == "fully_shard" else None
         subject = plain_subject(model, mesh, strategy, units, placement_of, ignored)
         subject.refusals += _refusals(subject, placement_of, ignored)
+    name = fsdp2.own_class(type(model)).__name__.removeprefix("FSDP").removeprefix("Replicate")
+    if wrappers := list(refusal_findings(refused_wrappers(model))):
+        left = ["all else: want the model without what is around it"]
+        return Diagnosis(name, subject.state, subject.shards, tuple(subject.said), in_order(wrappers), tuple(left))
     findings = [*refusal_findings(iter(subject.refusals)), *parameter_findings(subject), *module_findings(subject)]
-    findings += refusal_findings(refused_wrappers(model))
     findings += refusal_findings(refused_modules(model))
     if subject.state == "plain":
         findings += shared_findings(subject) if units is None and not subject.lazy else []
@@ -92,7 +95,6 @@ def doctor(
             look = ForwardLook(subject, args or (), kwargs or {})
             findings += look.findings
             left += look.not_looked_at
-    name = fsdp2.own_class(type(model)).__name__.removeprefix("FSDP").removeprefix("Replicate")
     return Diagnosis(name, subject.state, subject.shards, tuple(subject.said), in_order(findings), tuple(left))
 
 
