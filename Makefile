@@ -8,6 +8,7 @@ PYTEST_FLAGS ?=
 TEST_PROCESSES ?= 2
 IN_PARALLEL = -n $(TEST_PROCESSES) --dist worksteal
 DEMO_FLAGS ?=
+EXAMPLE_FLAGS ?=
 N ?= 100
 SEED ?= 0
 MATRIX ?= 2.11.0 2.15.0
@@ -17,6 +18,8 @@ TRITON_2.15.0 := triton
 # What depends on torch itself: ranks, kernels, and all that it keeps private.
 MATRIX_TESTS := tests/dist $(patsubst %,tests/graph/test_%.py,kernels compat interpreter plan_cache bench_compile)
 
+EXAMPLES := $(patsubst examples/%.py,example-%,$(filter-out examples/common.py,$(wildcard examples/*.py)))
+
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
@@ -25,10 +28,11 @@ MATRIX_RUNS := $(MATRIX:%=matrix-%)
 # Two ranks share a small machine: one compute thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo check test mutants fuzz fuzz-readers gpu-test lint types docs pictures bench bench-gpu matrix clean $(MATRIX_RUNS)
+.PHONY: help demo examples $(EXAMPLES) check test mutants fuzz fuzz-readers gpu-test lint types docs pictures bench bench-gpu matrix clean $(MATRIX_RUNS)
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
+	@echo 'make examples  the scripts of examples/ on 2 ranks: plain FSDP2, accelerate, Fabric, torchtitan'
 	@echo 'make check   lint, types, and the tests that need no other rank'
 	@echo 'make test    run the tests'
 	@echo 'make mutants deliberate breaks, each of which a test has to notice'
@@ -45,6 +49,12 @@ help:
 
 demo: $(INSTALLED)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m graphshard.demo $(DEMO_FLAGS)
+
+examples: $(EXAMPLES)
+
+$(EXAMPLES): example-%: $(INSTALLED)
+	@echo '=== $* ==='
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/$*.py $(EXAMPLE_FLAGS)
 
 check: lint types
 	$(BIN)/python -m pytest tests/graph tests/kernels $(IN_PARALLEL) $(PYTEST_FLAGS)
@@ -109,7 +119,8 @@ endef
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(CREATE)
-	$(@D)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test,dev]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test,dev,examples]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --no-deps torchtitan
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

@@ -27,6 +27,7 @@ from graphshard.fsdp2.sharding_arguments import (
     refused_modules,
     refused_parameters,
     refused_placements,
+    refused_policy,
     shard_count,
 )
 from graphshard.lowering.driver import check_environment, shared_environment
@@ -37,6 +38,7 @@ from graphshard.reporting.report import Report
 from graphshard.runtime.backend import BACKENDS
 from graphshard.runtime.engine import Engine
 from graphshard.runtime.entry_points import Options
+from graphshard.surroundings import check_accelerate, check_optimizers, refused_wrappers, said_of_surroundings
 
 REGIONS = ("model", "unit")
 STRATEGIES = ("fully_shard", "replicate")
@@ -146,6 +148,7 @@ def compile(
         "ignored_params": ignored_params,
     }
     annotated = fsdp2.is_annotated(model)
+    check(refused_wrappers(model))
     check(refused_modules(model))
     auto = reshard_after_forward == "auto"
     if auto:
@@ -155,9 +158,15 @@ def compile(
         have = fsdp2.annotation_mesh(model)
         kind = "cpu" if have is None else have.device_type
     else:
+        if mesh is None:
+            check_accelerate()
         mesh = _check_mesh(model, mesh)
         kind = mesh.device_type
         check(refused_parameters(model, ignored_params or set()))
+        for name, param in model.named_parameters():
+            if mp_policy is not None and param not in (ignored_params or ()):
+                check(refused_policy(name, param, mp_policy.param_dtype))
+        check_optimizers(model)
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             check_reshard(reshard_after_forward, shard_count(mesh))
         if callable(shard_placement_fn) and strategy == "fully_shard":
@@ -175,6 +184,8 @@ def compile(
     said = [] if annotated or mesh is None else _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     engine.context.report.units = said
+    for line in said_of_surroundings(model, annotated):
+        engine.context.report.note_once(line)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     shape = (f"backend {backend}, regions {regions}, strategy {strategy}", shared_environment())
     settings = (*shape, *compares, *planning.settings)

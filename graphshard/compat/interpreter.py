@@ -36,6 +36,14 @@ def with_room(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return result
 
 
+def living(cls: type[T]) -> list[T]:
+    """All instances of a class that the cyclic collector knows: not those that `gc.freeze` has taken from it.
+
+    Costs 10 ms for 100,000 objects. An object's own `__class__` is not asked: lazy ones import on it.
+    """
+    return [found for found in gc.get_objects() if issubclass(type(found), cls)]
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """The cyclic collector would walk all that Dynamo keeps, again and again, and find little: 10 % of a first step,

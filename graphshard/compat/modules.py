@@ -62,3 +62,8 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The table of what is registered as a module's own parameters."""
     return module._parameters
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None

@@ -24,6 +24,7 @@ from graphshard.fsdp2.sharding_arguments import (
     refused_parameters,
     refused_placements,
 )
+from graphshard.surroundings import refused_wrappers
 
 _QUOTED = re.compile("'([^']*)'")
 
@@ -75,6 +76,10 @@ def doctor(
         placement_of = shard_placement_fn if strategy == "fully_shard" else None
         subject = plain_subject(model, mesh, strategy, units, placement_of, ignored)
         subject.refusals += _refusals(subject, placement_of, ignored)
+    name = fsdp2.own_class(type(model)).__name__.removeprefix("FSDP").removeprefix("Replicate")
+    if wrappers := list(refusal_findings(refused_wrappers(model))):
+        left = ["all else: want the model without what is around it"]
+        return Diagnosis(name, subject.state, subject.shards, tuple(subject.said), in_order(wrappers), tuple(left))
     findings = [*refusal_findings(iter(subject.refusals)), *parameter_findings(subject), *module_findings(subject)]
     findings += refusal_findings(refused_modules(model))
     if subject.state == "plain":
@@ -90,7 +95,6 @@ def doctor(
             look = ForwardLook(subject, args or (), kwargs or {})
             findings += look.findings
             left += look.not_looked_at
-    name = fsdp2.own_class(type(model)).__name__.removeprefix("FSDP").removeprefix("Replicate")
     return Diagnosis(name, subject.state, subject.shards, tuple(subject.said), in_order(findings), tuple(left))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 
 from graphshard.fsdp2.params import ShardedParam
-from graphshard.fsdp2.sharding_arguments import Refusal, check, refused_dtypes, refused_tensor
+from graphshard.fsdp2.sharding_arguments import Refusal, check, refused_dtypes, refused_policy, refused_tensor
 from graphshard.fsdp2.units import Unit
 
 _WRAPPER_PREFIX = "_checkpoint_wrapped_module."
@@ -63,12 +63,20 @@ def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[st
     """FQN of each of `params`, the first of its names if it is tied, whether it is registered as its shard or in full.
 
     Checkpoint wrappers leave no trace.
+
+    Raises:
+        RuntimeError: a module that owns one is in the model no more.
     """
     modules = {id(module): name for name, module in model.named_modules()}
     names = []
     for param in params:
         module, name = param.owners[0]
-        prefix = modules[id(module)]
+        if (prefix := modules.get(id(module))) is None:
+            raise RuntimeError(
+                f"compile: a {type(module).__name__.removeprefix('FSDP')} with parameter '{name}', sharded as part of "
+                f"{type(model).__name__.removeprefix('FSDP')}, is in it no more: another took its place after "
+                "graphshard.compile; want modules replaced before they are sharded"
+            )
         names.append(without_wrappers(f"{prefix}.{name}" if prefix else name))
     return names
 
@@ -83,6 +91,7 @@ def refused_shards(model: nn.Module) -> Iterator[Refusal]:
     for unit in sharded_units(model):
         for name, param in zip(parameter_names(model, unit.params), unit.params, strict=True):
             yield from refused_tensor(name, param.parameter)
+            yield from refused_policy(name, param.parameter, param.param_dtype)
 
 
 def mixed_dtypes(model: nn.Module) -> Iterator[Refusal]:

@@ -138,6 +138,17 @@ def refused_dtypes(unit: str, trainable: Mapping[str, torch.dtype]) -> Iterator[
         yield Refusal("mixed dtypes", unit, error)
 
 
+def refused_policy(name: str, param: Tensor, param_dtype: torch.dtype | None) -> Iterator[Refusal]:
+    """A trainable parameter of 16 bits that a policy would have gathered, and computed with, in float32."""
+    if param_dtype is torch.float32 and param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
+        error = ValueError(
+            f"compile: mp_policy: got param_dtype=torch.float32 for parameter '{name}', which is trained in "
+            f"{param.dtype}: twice the bytes would be sent, and updates rounded to 16 bits all the same; want "
+            f"model.float() before (with param_dtype={param.dtype} to compute in that), or no param_dtype"
+        )
+        yield Refusal("policy", name, error)
+
+
 def check_reshard(count: int, ranks: int) -> None:
     """Refuses a `reshard_after_forward` that does not divide the ranks of the mesh."""
     if not 1 <= count <= ranks or ranks % count:

@@ -70,7 +70,7 @@ def bitwise(edit: object) -> Sameness:
 
 
 def _unequal_bits(got: Tensor, want: Tensor) -> Tensor:
-    a, b = (value.detach().contiguous().reshape(-1) for value in (got, want))
+    a, b = (value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for value in (got, want))
     if not a.numel():
         return torch.zeros(0, dtype=torch.bool)
     size = a.element_size()

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from graphshard import env, fsdp2
 from graphshard.agree.consensus import consensus_of
@@ -97,6 +97,7 @@ class Engine:
         self.backward.finish = self._rest.finish_backward
         self._outside.bring = self._rest.bring
         self._optimizer_event: Any = None
+        self._knows_units = True
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
         backend = make_backend(self._runtime, options.backend, options.fullgraph)
         self._entries = EntryPoints(model, options, backend, self.twins, self.holdings.forward)
@@ -148,7 +149,19 @@ class Engine:
             self._sizes = sizes
             self._eager.take_methods(gathered)
         self.shards.refresh_extensions(self.holdings.gathers.is_under_way)
-        self._entries.refresh()
+        if self._entries.refresh() or not self._knows_units:
+            self._check_annotation()
+
+    def _check_annotation(self) -> None:
+        self._knows_units = False
+        known = {id(module) for module in self._unit_modules}
+        for name, module in self.model.named_modules():
+            if isinstance(module, FSDPModule) and id(module) not in known:
+                raise RuntimeError(
+                    f"{self.context.name}: module '{name}' was given to fully_shard after graphshard.compile, which "
+                    "has no program for it; want every fully_shard before graphshard.compile"
+                )
+        self._knows_units = True
 
     # -- calls
 

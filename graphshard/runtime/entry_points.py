@@ -70,8 +70,12 @@ class EntryPoints:
         self._functions: dict[object, Callable[..., Any]] = {}
         self.outer: frozenset[int] = frozenset()
 
-    def refresh(self) -> None:
-        """Looks which modules and hooks there are now, and which blocks are alike: all are part of what is compiled."""
+    def refresh(self) -> bool:
+        """Looks which modules and hooks there are now, and which blocks are alike: all are part of what is compiled.
+
+        Returns:
+            Whether hooks are others than before.
+        """
         children = self._children_now()
         if not self._modules or len(children) != len(self._children) or any(map(is_not, children, self._children)):
             self._modules = list(self._model.modules())
@@ -82,6 +86,7 @@ class EntryPoints:
             self._hook_keys = keys
             self._kinds.clear()
         self._twins.refresh(changed)
+        return changed
 
     def _children_now(self) -> list[nn.Module | None]:
         return [*chain.from_iterable(map(dict.values, self._tables))]

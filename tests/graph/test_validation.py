@@ -169,6 +169,14 @@ def test_what_differs_is_said(
         driver.lower(marked.gm, marked.ctx, "program")
 
 
+def test_conjugates_that_are_still_to_be_made_are_compared_by_their_bits() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy, want in ((value.conj(), [1 - 2j, 3 + 4j]), (value.conj().imag, [-2.0, 4.0])):
+        assert lazy.is_conj() or lazy.is_neg()
+        assert not Bitwise().differ(lazy, torch.tensor(want), 2, F32)
+        assert Bitwise().differ(lazy, -torch.tensor(want), 2, F32)
+
+
 def test_a_gradient_that_is_dropped_is_no_sum_regrouped() -> None:
     terms = torch.randn(64, generator=torch.Generator().manual_seed(0))
     want, sameness = terms + 1, Regrouped("of a test")

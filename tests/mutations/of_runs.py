@@ -63,7 +63,29 @@ OF_RUNS = (
         "        random.random()\n",
         ("tests/graph/test_doctor.py", "-k", "stays_as_it_is"),
     ),
+    # -- surroundings
+    Mutation(
+        "an optimizer may hold what sharding replaces",
+        "graphshard/surroundings.py",
+        "    if not _holders(names):",
+        "    if True:",
+        ("tests/dist/test_surroundings.py", "-k", "sharding_replaces"),
+    ),
+    Mutation(
+        "an optimizer that is held by nothing but itself counts",
+        "graphshard/surroundings.py",
+        "    gc.collect()",
+        "    ()",
+        ("tests/dist/test_surroundings.py", "-k", "sharding_replaces"),
+    ),
     # -- runtime
+    Mutation(
+        "an annotation behind compile is told once",
+        "graphshard/runtime/engine.py",
+        "if self._entries.refresh() or not self._knows_units:",
+        "if self._entries.refresh():",
+        ("tests/dist/test_surroundings.py", "-k", "annotation_behind"),
+    ),
     Mutation(
         "a graph of a frame that another calls passes for the whole call",
         "graphshard/runtime/backend.py",
