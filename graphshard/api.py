@@ -38,7 +38,7 @@ from graphshard.reporting.report import Report
 from graphshard.runtime.backend import BACKENDS
 from graphshard.runtime.engine import Engine
 from graphshard.runtime.entry_points import Options
-from graphshard.surroundings import check_accelerate, check_optimizers, refused_wrappers, said_of_surroundings
+from graphshard.surroundings import check_accelerate, check_optimizers, note_surroundings, refused_wrappers
 
 REGIONS = ("model", "unit")
 STRATEGIES = ("fully_shard", "replicate")
@@ -184,8 +184,7 @@ def compile(
     said = [] if annotated or mesh is None else _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     engine.context.report.units = said
-    for line in said_of_surroundings(model, annotated):
-        engine.context.report.note_once(line)
+    note_surroundings(model, annotated, engine.context.report)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     shape = (f"backend {backend}, regions {regions}, strategy {strategy}", shared_environment())
     settings = (*shape, *compares, *planning.settings)

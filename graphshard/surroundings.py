@@ -19,6 +19,7 @@ from graphshard.compat.dynamo import is_compiled_module
 from graphshard.compat.interpreter import living
 from graphshard.compat.modules import is_compiled_in_place, own_parameters
 from graphshard.fsdp2.sharding_arguments import Refusal
+from graphshard.reporting.report import Report
 
 
 def refused_wrappers(model: nn.Module) -> Iterator[Refusal]:
@@ -26,31 +27,24 @@ def refused_wrappers(model: nn.Module) -> Iterator[Refusal]:
     for name, module in model.named_modules():
         where = f"compile: module '{name}'" if name else "compile: model"
         if isinstance(module, DistributedDataParallel):
-            yield _refused(
-                "DDP",
-                name,
+            error = ValueError(
                 f"{where}: got a DistributedDataParallel, which reduces gradients itself; want the {_inside(module)} "
                 "in it, with strategy='replicate' for what DDP does (accelerate makes one where its FSDP plugin is "
-                "not in force, as on CPU)",
+                "not in force, as on CPU)"
             )
+            yield Refusal("DDP", name, error)
         elif isinstance(module, FullyShardedDataParallel):
-            yield _refused(
-                "FSDP1",
-                name,
+            error = ValueError(
                 f"{where}: got a FullyShardedDataParallel, FSDP1's wrapper; want the {_inside(module)} in it, plain or "
-                "annotated by fully_shard (in accelerate: fsdp_version=2)",
+                "annotated by fully_shard (in accelerate: fsdp_version=2)"
             )
+            yield Refusal("FSDP1", name, error)
     if is_compiled_module(model):
-        yield _refused(
-            "compiled model",
-            "",
+        error = ValueError(
             f"compile: model: got what torch.compile made of a {_inside(model)}; want that model itself, and the "
-            "torch.compile left out (in accelerate: dynamo_backend 'no', no TorchDynamoPlugin)",
+            "torch.compile left out (in accelerate: dynamo_backend 'no', no TorchDynamoPlugin)"
         )
-
-
-def _refused(kind: str, name: str, message: str) -> Refusal:
-    return Refusal(kind, name, ValueError(message))
+        yield Refusal("compiled model", "", error)
 
 
 def _inside(wrapper: nn.Module) -> str:
@@ -97,25 +91,24 @@ def _holders(names: dict[int, str]) -> list[tuple[str, list[str]]]:
     return [(type(optimizer).__name__, found) for optimizer, found in held if found]
 
 
-def said_of_surroundings(model: nn.Module, annotated: bool) -> list[str]:
-    """What the report of a model that will be compiled says of what is around it.
+def note_surroundings(model: nn.Module, annotated: bool, report: Report) -> None:
+    """Notes what is around a model that will be compiled, and may not be meant.
 
     Args:
         model: plain, or annotated.
         annotated: whether it was so when the user brought it.
+        report: of the model.
     """
-    said = []
     if own := [name for name, module in model.named_modules() if is_compiled_in_place(module)]:
-        said.append(
+        report.note_once(
             f"torch.compile of {len(own)} modules ('{own[0]}', ...), by their own compile(), is traced through: leave "
             "it out"
         )
     for name, count in _optimizers_of_before(model) if annotated else ():
-        said.append(
+        report.note_once(
             f"an optimizer, {name}, holds {count} parameters that are in no module, of the shapes of this model's: if "
             "it was made before fully_shard, it trains nothing; want it made behind, of model.parameters()"
         )
-    return said
 
 
 def _optimizers_of_before(model: nn.Module) -> list[tuple[str, int]]:
