@@ -1,4 +1,5 @@
-"""Classes of `transformers` in small random configurations, and batches for them; it is imported when one is built.
+"""Classes of `transformers`, `diffusers` and `peft` in small random configurations, and batches for them; they are
+imported when one is built.
 
 Some classes do otherwise while they are compiled: they make the mask of causal attention that they leave to the kernel
 else, where nothing is padded (with torch below 2.14); scan associatively, not step by step; run experts in other
@@ -8,6 +9,7 @@ configuration's settings choose what is done alike; `as_shipped` leaves out both
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ VOCABULARY, WIDTH, HEADS = 64, 32, 4
 LAYERS = 4  # of fewer equal blocks each is traced
 BATCH, LENGTH = 2, 12
 CLASSES, IMAGE, PATCH, MELS, FRAMES = 5, 16, 4, 8, 16
+IMAGE_TOKEN = VOCABULARY - 1
 
 Batch = dict[str, Tensor]
 
@@ -29,12 +32,14 @@ class Case:
 
     Attributes:
         name: on the command line.
-        model: its class in `transformers`, by name.
-        config: that of its configuration.
+        model: its class, by name.
+        config: that of its configuration; ``""``: the settings are the class's own arguments.
         settings: of the configuration.
         batch: makes keyword arguments of the forward, a loss among their results.
         checkpoints: whether activations are computed again in backward.
         same_path: further settings, with which the class does the same compiled and in eager.
+        package: that has the class.
+        change: what is made of the model, such as adapters.
     """
 
     name: str
@@ -44,6 +49,8 @@ class Case:
     batch: Callable[[], Batch] = field(default_factory=lambda: padded_batch)
     checkpoints: bool = False
     same_path: Mapping[str, Any] = field(default_factory=dict)
+    package: str = "transformers"
+    change: Callable[[nn.Module], nn.Module] | None = None
 
     def build(self, *, as_shipped: bool = False) -> nn.Module:
         """The model, in training mode.
@@ -51,10 +58,12 @@ class Case:
         Raises:
             ImportError: a package that the class needs is missing.
         """
-        import transformers
-
+        package = importlib.import_module(self.package)
         settings = {**self.settings, **({} if as_shipped else self.same_path)}
-        made: nn.Module = getattr(transformers, self.model)(getattr(transformers, self.config)(**settings))
+        cls = getattr(package, self.model)
+        made: nn.Module = cls(getattr(package, self.config)(**settings)) if self.config else cls(**settings)
+        if self.change is not None:
+            made = self.change(made)
         if self.checkpoints:
             enable: Any = made.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -93,6 +102,50 @@ def image_batch() -> Batch:
     return {"pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE), "labels": torch.randint(CLASSES, (BATCH,))}
 
 
+def picture_batch() -> Batch:
+    """Tokens, of which some stand for an image's patches."""
+    tokens = torch.randint(VOCABULARY - 4, (BATCH, 2 * LENGTH))
+    tokens[:, 1 : 1 + (IMAGE // PATCH) ** 2] = IMAGE_TOKEN
+    mask = torch.ones_like(tokens)
+    mask[1, -2:] = 0
+    images = torch.randn(BATCH, 3, IMAGE, IMAGE)
+    return {"input_ids": tokens, "labels": tokens, "attention_mask": mask, "pixel_values": images}
+
+
+def noise_batch() -> Batch:
+    """Noisy latents, their times, and what they are to show."""
+    times = torch.randint(1000, (BATCH,))
+    return {
+        "sample": torch.randn(BATCH, 4, 8, 8),
+        "timestep": times,
+        "encoder_hidden_states": torch.randn(BATCH, 6, WIDTH),
+    }
+
+
+def joint_batch() -> Batch:
+    """The same for a transformer that has text beside latents."""
+    given = noise_batch()
+    given["hidden_states"] = given.pop("sample")
+    return {**given, "pooled_projections": torch.randn(BATCH, 16)}
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """LoRA by `peft`: frozen weights, two trained factors beside some."""
+    import peft
+
+    settings = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    adapted: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+    return adapted
+
+
+def with_adapters_on_bf16(model: nn.Module) -> nn.Module:
+    """The same over frozen weights of another dtype than the factors, as of a quantized base."""
+    adapted = with_adapters(model.bfloat16())
+    for parameter in adapted.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    return adapted
+
+
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LAYERS = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -110,6 +163,24 @@ _WHISPER: dict[str, Any] = {
     "use_cache": False,
 }  # fmt: skip
 _GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "use_cache": False}
+_BART = {
+    "d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "dropout": 0.0, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+}  # fmt: skip
+_CLIP = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+_CLIP = {**_CLIP, "image_size": IMAGE, "patch_size": PATCH, "model_type": "clip_vision_model"}
+_LLAVA = {"image_token_index": IMAGE_TOKEN, "vision_feature_select_strategy": "default", "vision_feature_layer": -2}
+_UNET = {
+    "sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 64), "norm_num_groups": 8,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_attention_dim": WIDTH,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "attention_head_dim": 8,
+}  # fmt: skip
+_SD3 = {
+    "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": LAYERS,
+    "attention_head_dim": 8, "num_attention_heads": HEADS, "joint_attention_dim": WIDTH,
+    "caption_projection_dim": WIDTH, "pooled_projection_dim": 16, "pos_embed_max_size": 8,
+}  # fmt: skip
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _JAMBA = {**_JAMBA, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
 
@@ -156,4 +227,12 @@ CASES = (
     Case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", _GROUPED),
     Case("gemma2", "Gemma2ForCausalLM", "Gemma2Config",
          {**_GROUPED, "sliding_window": 8, "query_pre_attn_scalar": WIDTH // HEADS}),
+    Case("llama-lora", "LlamaForCausalLM", "LlamaConfig", _GROUPED, change=with_adapters),
+    Case("llama-lora-bf16", "LlamaForCausalLM", "LlamaConfig", _GROUPED, change=with_adapters_on_bf16),
+    Case("bart-cached", "BartForConditionalGeneration", "BartConfig",
+         {**_TOKENS, **_BART, "use_cache": True}, pair_batch),
+    Case("llava", "LlavaForConditionalGeneration", "LlavaConfig",
+         {**_LLAVA, "vision_config": _CLIP, "text_config": {**_GROUPED, "model_type": "llama"}}, picture_batch),
+    Case("unet", "UNet2DConditionModel", "", _UNET, noise_batch, package="diffusers"),
+    Case("sd3", "SD3Transformer2DModel", "", _SD3, joint_batch, package="diffusers"),
 )  # fmt: skip

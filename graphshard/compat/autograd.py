@@ -73,6 +73,12 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def saved_tensor_hooks() -> object:
+    """The innermost hooks that pack what autograd saves now, such as a checkpoint's; None: there are none."""
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def compiled_function_node(outputs: Sequence[Tensor]) -> Any:
     """The autograd node of the compiled region that produced `outputs`, or None. Views of them are looked through."""
     found = [node for output in outputs if (node := _behind_views(output.grad_fn)) is not None]

@@ -54,7 +54,7 @@ class Follower:
         self._latest: dict[tuple[str, str], Contract] = {}
         self._needed: dict[str, frozenset[str]] = {}  # by structure: FQNs of what a backward gathers
         self._numbers: Counter[str] = Counter()  # of calls, by entry
-        self._route = Route(context.consensus, context.report.note_once)
+        self._route = Route(context.consensus, context.report.note_once, holdings.split.units)
         self._module: nn.Module | None = None
         self._is_known = False  # what the running call is
         self._is_in_legs = True  # so it is, as far as known

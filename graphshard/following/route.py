@@ -11,7 +11,7 @@ parameters and never notice. So what a call used is compared between ranks when 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from graphshard.agree.consensus import Consensus
 from graphshard.errors import RanksDiffer
 from graphshard.following.followed_pass import FollowedPass
 from graphshard.following.variants import ASKED_TIMES, PATIENCE_S
+from graphshard.fsdp2 import Unit
 from graphshard.state.binding import Binding
 from graphshard.state.calls import BackwardRequest
 from graphshard.state.marked_graph import MarkedGraph, Program
@@ -80,14 +81,16 @@ class Route:
     Args:
         consensus: of the model.
         say: takes a note.
+        split: units that are gathered and reduced as a whole, whatever of them is used.
 
     Attributes:
         current: the leg of the running call whose parts run.
     """
 
-    def __init__(self, consensus: Consensus, say: Callable[[str], None]) -> None:
+    def __init__(self, consensus: Consensus, say: Callable[[str], None], split: Container[Unit] = frozenset()) -> None:
         self._consensus = consensus
         self._say = say
+        self._split = split
         self._latest: dict[str, tuple[Leg | Shard, ...]] = {}  # by what the calls are, in words
         self._running: list[Leg | Shard] = []
         self._answers: dict[tuple[int, frozenset[Shard]], bool] = {}  # of the running call
@@ -188,7 +191,10 @@ class Route:
         route, latest = tuple(self._running), self._latest.get(what, ())
         self.begin()
         self._latest[what] = route
-        if _same(route, latest) or (lines := _lines(_shards(route))) == (before := _lines(_shards(latest))):
+        if _same(route, latest):
+            return
+        lines, before = (_lines(_shards(found), self._split) for found in (route, latest))
+        if lines == before:
             return
         try:
             self._consensus.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
@@ -215,8 +221,8 @@ def _change(before: list[str], lines: list[str]) -> str:
     return f"{new} in place {place}, where the call before used {old}"
 
 
-def _lines(shards: Iterable[Shard]) -> list[str]:
-    """A line for each use of a unit; what follows one another of one unit is one use."""
+def _lines(shards: Iterable[Shard], split: Container[Unit] = frozenset()) -> list[str]:
+    """A line for each use of a unit; what follows one another of one unit is one use. Of split units all is sent."""
     uses: list[tuple[str, set[str]]] = []
     for shard in shards:
         if shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
@@ -224,5 +230,5 @@ def _lines(shards: Iterable[Shard]) -> list[str]:
         unit = shard.unit.name or "root"
         if not uses or uses[-1][0] != unit:
             uses.append((unit, set()))
-        uses[-1][1].add(shard.fqn)
+        uses[-1][1].add("all of it" if shard.unit in split else shard.fqn)
     return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in uses]

@@ -292,7 +292,10 @@ class Engine:
         if not _recomputes():
             return False
         shard = self.shards.at(module.__dict__[marked_classes.shard_key(name)][0])
-        return shard.unit not in self.holdings.gathers.handed_out or shard in self._outside.served
+        gathers = self.holdings.gathers
+        return shard in self._outside.served or (
+            self.holdings.forward.has_checkpoints and shard.unit not in gathers.handed_out
+        )
 
     def handed_out(self, module: nn.Module, name: str) -> None:
         """Code around graphs has a parameter as a shard: what it writes of it is not always counted."""

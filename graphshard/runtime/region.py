@@ -139,6 +139,7 @@ class Region:
         runtime, binding = self._lowering.runtime, self._runner.bind(graph, args)
         holdings, follower = runtime.holdings, runtime.follower
         forward = holdings.forward
+        forward.run_region()
         forward.touched.update(binding.units)
         known_by = self._lowering.structure_for(binding)
         followed = follower.of_forward(graph.direction, binding, known_by, self._broken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphshard.compat.autograd import backward_id
+from graphshard.compat.autograd import backward_id, saved_tensor_hooks
 from graphshard.fsdp2 import Unit
 from graphshard.state.calls import Entry
 from graphshard.state.shard_table import ShardTable
@@ -24,6 +24,7 @@ class RunningForward:
         regions_run: how many regions it has run.
         nested: whether it called a module outside any graph.
         in_backward: whether it recomputes a checkpoint.
+        has_checkpoints: whether a region has run inside a checkpoint that began in a forward, so far.
         is_inference: whether no backward can follow it.
     """
 
@@ -35,6 +36,8 @@ class RunningForward:
         self.touched: set[Unit] = set()
         self.regions_run = 0
         self.nested = self.in_backward = self.is_inference = False
+        self.has_checkpoints = False
+        self._hooks_around: object = None
         self._to_run: dict[Unit, set[int]] = {}
 
     def begin(self, module: nn.Module) -> None:
@@ -46,9 +49,15 @@ class RunningForward:
         self.is_inference = not torch.is_grad_enabled()
         # A checkpoint is recomputed: the backward that follows takes what was gathered for it.
         self.in_backward = backward_id() != -1
+        self._hooks_around = saved_tensor_hooks()
         if (entry := self._entry_of.get(id(module))) is None:
             entry = self._entry_of[id(module)] = self._entered(module)
         self.entry = entry
+
+    def run_region(self) -> None:
+        """A region is about to run."""
+        if not self.has_checkpoints and not self.in_backward:
+            self.has_checkpoints = saved_tensor_hooks() not in (None, self._hooks_around)
 
     def end_module(self, unit: Unit, module: nn.Module) -> bool:
         """The forward of a unit's `module` ends, outside any graph, where alone it is seen. Returns whether none of the

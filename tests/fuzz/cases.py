@@ -174,10 +174,12 @@ def _sensible(case: Case) -> Case:
     in_parts = case.regions == "unit" or any(layer.breaks == "all" or layer.kind in READ_OUTSIDE for layer in found)
     if in_parts:  # sums over regions; a rank whose graphs break elsewhere in the first call
         layers = tuple(_of_parts(layer) for layer in layers)
+    if in_parts and case.microbatches > 1:  # read by a module that is a graph, and around it: two sums, each kept
+        layers = tuple(_without(layer, "scaled") for layer in layers)
     one_graph = not in_parts and not any(layer.breaks for layer in found)
     has_budget = case.regions == "model" and case.plan == "auto"
     if not one_graph or case.units == "pairs":  # an activation that units share comes to one of several modules
-        layers = tuple(_without_cross(layer) for layer in layers)
+        layers = tuple(_without(layer, "cross") for layer in layers)
     layers = (replace(layers[0], again=False), *layers[1:])
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=case.budget_mib if has_budget else 0)
 
@@ -191,9 +193,9 @@ def _of_parts(layer: Layer) -> Layer:
     return replace(layer, inner=inner, again=False, breaks="all" if layer.breaks else "")
 
 
-def _without_cross(layer: Layer) -> Layer:
-    kind = "mlp" if layer.kind == "cross" else layer.kind
-    return replace(layer, kind=kind, inner=tuple(map(_without_cross, layer.inner)))
+def _without(layer: Layer, kind: str) -> Layer:
+    inner = tuple(_without(one, kind) for one in layer.inner)
+    return replace(layer, kind="mlp" if layer.kind == kind else layer.kind, inner=inner)
 
 
 def _sensible_layer(layer: Layer, case: Case) -> Layer:

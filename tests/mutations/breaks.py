@@ -5,5 +5,6 @@ from __future__ import annotations
 from tests.mutations.of_docs import OF_DOCS
 from tests.mutations.of_graphs import OF_GRAPHS
 from tests.mutations.of_runs import OF_RUNS
+from tests.mutations.of_tools import OF_TOOLS
 
-MUTATIONS = (*OF_RUNS, *OF_GRAPHS, *OF_DOCS)
+MUTATIONS = (*OF_RUNS, *OF_GRAPHS, *OF_DOCS, *OF_TOOLS)

@@ -23,8 +23,8 @@ OF_GRAPHS = (
     Mutation(
         "parameters() in forward gathers those of units whose forward does not run",
         "graphshard/capture/parameters_in_forward.py",
-        "gathered = FORWARD in held and held[FORWARD].runs",
-        "gathered = True",
+        "            if is_gathered(module, name):",
+        "            if True:",
         ("tests/dist/test_parameters_in_forward.py", "-k", "param_dtype"),
     ),
     Mutation(
