@@ -87,7 +87,7 @@ class Route:
         current: the leg of the running call whose parts run.
     """
 
-    def __init__(self, consensus: Consensus, say: Callable[[str], None], split: Container[Unit] = frozenset()) -> None:
+    def __init__(self, consensus: Consensus, say: Callable[[str], None], split: Container[Unit] = ()) -> None:
         self._consensus = consensus
         self._say = say
         self._split = split
@@ -221,7 +221,7 @@ def _change(before: list[str], lines: list[str]) -> str:
     return f"{new} in place {place}, where the call before used {old}"
 
 
-def _lines(shards: Iterable[Shard], split: Container[Unit] = frozenset()) -> list[str]:
+def _lines(shards: Iterable[Shard], split: Container[Unit] = ()) -> list[str]:
     """A line for each use of a unit; what follows one another of one unit is one use. Of split units all is sent."""
     uses: list[tuple[str, set[str]]] = []
     for shard in shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -45,6 +46,7 @@ class Order(Generic[G]):
         reductions: likewise, the units whose gradients were reduced behind it.
         runs: for each step, makes what there is to plan of it.
         agreed: whether all ranks are known to have it.
+        asked: how often that was asked, and not all came.
         plan: what is gathered and reduced together, and when; None: as in FSDP2.
         planned: how much there was to plan.
     """
@@ -55,6 +57,7 @@ class Order(Generic[G]):
     reductions: tuple[dict[str, Unit], ...]
     runs: tuple[MakesRun, ...]
     agreed: bool = False
+    asked: int = 0
     plan: PassPlan | None = None
     planned: int = 0
 
@@ -90,6 +93,7 @@ class RunningPass(Generic[G]):
 
     Attributes:
         kind: of pass.
+        number: of the passes of its kind, the same on every rank.
         known: orders that begin as this one did so far, the latest first.
         steps, gathers, reductions, runs: so far.
         launched: what of the plan.
@@ -97,6 +101,7 @@ class RunningPass(Generic[G]):
     """
 
     kind: str
+    number: int
     known: list[Order[G]]
     steps: list[PassStep] = field(default_factory=list)
     gathers: list[dict[str, G]] = field(default_factory=list)
@@ -129,10 +134,12 @@ class Orders(Generic[G]):
 
     def __init__(self) -> None:
         self._known: dict[str, list[Order[G]]] = {}
+        self._passes: Counter[str] = Counter()
 
     def begin(self, kind: str) -> RunningPass[G]:
         """A pass of a kind begins."""
-        return RunningPass(kind, list(self._known.get(kind, ())))
+        self._passes[kind] += 1
+        return RunningPass(kind, self._passes[kind], list(self._known.get(kind, ())))
 
     def end(self, running: RunningPass[G]) -> Order[G] | None:
         """A pass has ended; returns its order, known before or new, or None: no more are kept."""

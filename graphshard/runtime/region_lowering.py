@@ -297,7 +297,8 @@ class RegionLowering:
         params, planner = contract_params(binding), self._planner
         expected, notes = "", list[str]()
         what, known_by = f"{graph.direction} {graph.part}".rstrip(), self.structure_for(forward or binding)
-        meet = partial(self.runtime.context.left_out.agreed, program_key(what, known_by, state))
+        agreed = partial(self.runtime.context.left_out.agreed, program_key(what, known_by, state))
+        meet = None if graph.sends_nothing(ctx.flags) else agreed
 
         def decide() -> str:
             lowered, decision, failed = self._within_budget(graph, ctx, title, named, meet=meet)
@@ -316,7 +317,10 @@ class RegionLowering:
 
         # Most often ranks are alike, and decide the same: then nothing is left to do when the decision comes, and their
         # programs are equal, so that they share what is compiled.
-        text = self.settled(what, binding, decide, state, expect if self._expects else meet, forward)
+        if meet is None:  # one rank alone may run it
+            text = decide()
+        else:
+            text = self.settled(what, binding, decide, state, expect if self._expects else meet, forward)
         contract = Contract.parse(text)
         self.runtime.follower.learn(known_by, graph.direction, contract)
         if expected and expected != text:

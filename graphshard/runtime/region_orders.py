@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from graphshard.agree.agreement import Posted, post_to_group
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
 from graphshard.fsdp2 import Unit
 from graphshard.planning.pass_plan import PassPlan, plan_pass
@@ -23,6 +22,10 @@ from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
 from graphshard.state.unit_state import KEEP
 
+_SUBJECT = "the order of their regions"
+_ADVICE = "want the same calls on every rank, so look for a branch or a graph break that depends on the rank"
+# Ranks come to an order at the same time, or one of them never does: it is asked for so often, this long.
+ASKED_TIMES, PATIENCE_S = 2, 10.0
 # In the place of a plan; why there is none follows.
 _UNPLANNED = "-"
 
@@ -98,7 +101,6 @@ class RegionOrders:
         self._context = context
         self._holdings = holdings
         self._orders: Orders[Wanted] = Orders()
-        self._posted: dict[int, list[Posted]] = {}  # by identity of an order
         self._forward: RunningPass[Wanted] | None = None
         self._backward: RunningPass[Wanted] | None = None
         self._backward_id = -1
@@ -120,7 +122,7 @@ class RegionOrders:
         self._forward = self._orders.begin(f"forward of '{self._holdings.forward.entry.name}' {mode} gradients")
         try:
             yield
-            self._end(self._forward)
+            self._orders.end(self._forward)
         finally:
             self._forward = None
             self._holdings.gathers.drop_ahead()
@@ -142,21 +144,9 @@ class RegionOrders:
 
     def _end_backward(self) -> None:
         if self._backward is not None:
-            self._end(self._backward)
+            self._orders.end(self._backward)
         self._backward, self._backward_id, self.follows_backward = None, -1, False
         self._holdings.gathers.drop_ahead()
-
-    def _end(self, running: RunningPass[Wanted]) -> None:
-        order = self._orders.end(running)
-        if order is None or id(order) in self._posted or len(order.steps) < 2 or not _units(order):
-            return  # nothing to launch ahead: ranks may differ
-        groups: dict[str, set[str]] = {}
-        for unit in _units(order):
-            for group in filter(None, (unit.group_name, unit.replicate_group_name)):
-                groups.setdefault(group, set()).add(unit.name)
-        what = f"{self._context.name}: {running.kind}"
-        posts = (post_to_group(group, what, _lines(order, names)) for group, names in sorted(groups.items()))
-        self._posted[id(order)] = [posted for posted in posts if posted is not None]
 
     # -- steps
 
@@ -180,7 +170,7 @@ class RegionOrders:
         """
         order = running.follow(step, {found.unit.name: found for found in wanted}, run)
         if order is not None:
-            self._agree(order)
+            self._agree(order, running.number)
             if order.agreed and len(running.steps) == 1 and order.planned < order.to_plan():
                 order.plan, order.planned = self._plan(order), order.to_plan()
         elif running.expected is not None:
@@ -190,18 +180,33 @@ class RegionOrders:
             )
             running.expected = None
         if running is self._backward:
-            self.follows_backward = order is not None and len(order.steps) > 1
+            self.follows_backward = order is not None and order.agreed
         return self.followed(running)
 
     def followed(self, running: RunningPass[Wanted]) -> Followed | None:
-        """The latest step of a pass, where it follows a known order."""
-        return Followed(running.known[0], running) if running.known else None
+        """The latest step of a pass, where it follows an order that all ranks have."""
+        return Followed(running.known[0], running) if running.known and running.known[0].agreed else None
 
-    def _agree(self, order: Order[Wanted]) -> None:
-        if not order.agreed and (posts := self._posted.get(id(order))) is not None:
-            for posted in posts:
-                posted.compare()
+    def _agree(self, order: Order[Wanted], number: int) -> None:
+        """Finds out whether all ranks have an order, where there is anything to launch ahead in it. `number`: of the
+        pass that may follow it. A rank that has come apart has one of its own, and nobody else comes for that.
+        """
+        if order.agreed or order.asked == ASKED_TIMES or len(order.steps) < 2 or not _units(order):
+            return
+        consensus, what = self._context.consensus, f"{self._context.name}: {order.kind}"
+        lines = [order.kind, *map(str, order.steps)]
+        key = f"order of the {order.kind}, pass {number}"
+        patience_s = min(PATIENCE_S, consensus.deadline_s / 4)
+        if (met := consensus.meet(key, what, "\n".join(lines), patience_s)) is None:
+            order.asked += 1
+            if order.asked == ASKED_TIMES:
+                self._context.report.note_once(
+                    f"{order.kind}: this rank alone has an order of regions, in which nothing is gathered ahead"
+                )
+        elif met.alike:
             order.agreed = True
+        else:
+            consensus.compare(f"{key} differs", what, lines, _SUBJECT, _ADVICE)
 
     def _plan(self, order: Order[Wanted]) -> PassPlan | None:
         """What all ranks gather and reduce together in an order; None: they do as FSDP2."""
@@ -252,12 +257,3 @@ def _units(order: Order[Wanted]) -> list[Unit]:
     """All that are gathered or reduced."""
     gathered = [found.unit for gathers in order.gathers for found in gathers.values()]
     return list(dict.fromkeys([*gathered, *(unit for reduced in order.reductions for unit in reduced.values())]))
-
-
-def _lines(order: Order[Wanted], names: set[str]) -> list[str]:
-    """The steps that use the units `names`, as far as they do."""
-    lines = [order.kind]
-    for step in order.steps:
-        if own := tuple(name for name in step.units if name in names):
-            lines.append(str(PassStep(step.direction, own)))
-    return lines

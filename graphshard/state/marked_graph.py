@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from graphshard.agree.contract import Contract
 from graphshard.compat.inductor import CompileState
-from graphshard.graph.ir import Direction, is_tangent, output_args, reductions, shard_placeholder, unshards
+from graphshard.graph.ir import Direction, Flags, is_tangent, output_args, reductions, shard_placeholder, unshards
 from graphshard.graph.split_backward import split_backward
 from graphshard.reporting.report import ProgramRecord
 from graphshard.state.calling_convention import CallingConvention
@@ -48,6 +48,12 @@ class MarkedGraph:
     kwargs: dict[str, Any]
     state: CompileState | None
     num_results: int
+
+    def sends_nothing(self, flags: Flags) -> bool:
+        """Whether all that a program gathers comes as arguments, and all that it reduces is handed out."""
+        gathered = {self.slots[slot][0] for slot in self.gathered}
+        reduced = set[str]() if flags.inputs_only else {self.slots[slot][0] for slot in self.reduced}
+        return gathered <= set(flags.resident) and reduced <= flags.unreduced
 
 
 @dataclass
