@@ -170,7 +170,7 @@ class RegionOrders:
         """
         order = running.follow(step, {found.unit.name: found for found in wanted}, run)
         if order is not None:
-            self._agree(order, running.number)
+            self._agree(order, running)
             if order.agreed and len(running.steps) == 1 and order.planned < order.to_plan():
                 order.plan, order.planned = self._plan(order), order.to_plan()
         elif running.expected is not None:
@@ -187,15 +187,15 @@ class RegionOrders:
         """The latest step of a pass, where it follows an order that all ranks have."""
         return Followed(running.known[0], running) if running.known and running.known[0].agreed else None
 
-    def _agree(self, order: Order[Wanted], number: int) -> None:
-        """Finds out whether all ranks have an order, where there is anything to launch ahead in it. `number`: of the
-        pass that may follow it. A rank that has come apart has one of its own, and nobody else comes for that.
+    def _agree(self, order: Order[Wanted], running: RunningPass[Wanted]) -> None:
+        """Finds out whether all ranks have the order that a pass may follow, where there is anything to launch ahead in
+        it. A rank that has come apart has one of its own, and nobody else comes for that.
         """
         if order.agreed or order.asked == ASKED_TIMES or len(order.steps) < 2 or not _units(order):
             return
         consensus, what = self._context.consensus, f"{self._context.name}: {order.kind}"
         lines = [order.kind, *map(str, order.steps)]
-        key = f"order of the {order.kind}, pass {number}"
+        key = f"order of the {order.kind}, pass {running.number}, step {len(running.steps)}"
         patience_s = min(PATIENCE_S, consensus.deadline_s / 4)
         if (met := consensus.meet(key, what, "\n".join(lines), patience_s)) is None:
             order.asked += 1
