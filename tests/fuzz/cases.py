@@ -174,7 +174,7 @@ def _sensible(case: Case) -> Case:
     in_parts = case.regions == "unit" or any(layer.breaks == "all" or layer.kind in READ_OUTSIDE for layer in found)
     if in_parts:  # sums over regions; a rank whose graphs break elsewhere in the first call
         layers = tuple(_of_parts(layer) for layer in layers)
-    if in_parts and case.microbatches > 1:  # read by a module that is a graph, and around it: two sums, each kept
+    if in_parts:  # behind the recompile limit, what it reads is read by a graph, and around it
         layers = tuple(_without(layer, "scaled") for layer in layers)
     one_graph = not in_parts and not any(layer.breaks for layer in found)
     has_budget = case.regions == "model" and case.plan == "auto"
