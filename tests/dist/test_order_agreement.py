@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import models
 import pytest
 import torch
-from test_across_regions import LAYERS, Skipping, loss_of
+from test_across_regions import BITWISE, LAYERS, Skipping, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.errors import RanksDiffer
-from graphshard.testing import WorkerPool
+from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 
 def rank_runs_layers_backwards() -> str:
@@ -89,6 +91,43 @@ def one_rank_looks() -> list[float]:
 
 def test_one_rank_may_look_at_a_gathered_parameter_between_regions(two_ranks: WorkerPool) -> None:
     assert two_ranks.run(one_rank_looks) == [[models.DIM], []]
+
+
+class Scaling(nn.Module):
+    """Scales between its layers by what is frozen: in a graph, or around them where told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(models.Mlp() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(models.DIM), requires_grad=False)
+        self.is_plain = False
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    @torch.compiler.disable
+    def scaled_plainly(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        x = self.scaled_plainly(x) if self.is_plain else self.scaled(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.layers[1](x)
+        return out
+
+
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_nobody_waits_for_the_order_of_a_rank_that_has_come_apart(run: TrainingRun) -> None:
+    model: Any = run.shard(Scaling(), units=[], **({} if run.is_reference else {"deadline_s": 8}))
+    for step in range(6):
+        model.is_plain = step > 1 and run.rank == 0
+        x = torch.randn(2 + (step > 2) * (1 + run.rank), models.DIM)
+        loss = loss_of(model, (x,))
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
 
 
 class TwoHeads(nn.Module):

@@ -5,6 +5,28 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 OF_RUNS = (
+    # -- several regions, and ranks that differ in them
+    Mutation(
+        "one more unit is gathered outside a region in each pass",
+        "graphshard/runtime/prefetch.py",
+        "            elif unit not in came:\n                continue\n            leads = leads and unit in split",
+        "            else:\n                continue\n            leads = leads and unit in split",
+        ("tests/dist/test_first_pass.py", "-k", "Halves"),
+    ),
+    Mutation(
+        "the first pass over several regions has programs of its own",
+        "graphshard/runtime/prefetch.py",
+        "if whole or self._every or is_part:",
+        "if whole or self._every:",
+        ("tests/dist/test_first_pass.py", "-k", "Halves"),
+    ),
+    Mutation(
+        "a part of a unit's forward that is recomputed sees shards",
+        "graphshard/runtime/engine.py",
+        "if forward is None or not self.holdings.forward.in_backward:",
+        "if True:",
+        ("tests/dist/test_checkpointing.py", "-k", "recomputed_around"),
+    ),
     # -- examining, and what it reads
     Mutation(
         "a forward that is only looked at may send something",
