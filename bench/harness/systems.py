@@ -11,15 +11,19 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from bench.harness import variants
 from bench.harness.variants import Forward
 
-SystemName = Literal["fsdp2", "fsdp2+compile", "ddp+compile", "graphshard"]
-SYSTEM_NAMES: tuple[SystemName, ...] = get_args(SystemName)
+SystemName = Literal["fsdp2", "fsdp2+compile", "ddp+compile", "graphshard", "replicate+compile", "simplefsdp"]
+ALL_NAMES: tuple[SystemName, ...] = get_args(SystemName)
+SYSTEM_NAMES: tuple[SystemName, ...] = ("fsdp2", "fsdp2+compile", "ddp+compile", "graphshard")
+# Those whose parameters are whole on each rank.
+REPLICATING: tuple[SystemName, ...] = ("ddp+compile", "replicate+compile")
 # Ratios are to the faster of these: what users of FSDP2 have without graphshard.
 PEERS: tuple[SystemName, ...] = ("fsdp2", "fsdp2+compile")
 BACKENDS = ("inductor", "aot_eager")
@@ -86,9 +90,28 @@ def prepare(system: System, model: nn.Module) -> Forward:
         return variants.prepare("FSDP2 + torch.compile of blocks", model, system.backend)
     if system.name == "ddp+compile":
         return DistributedDataParallel(torch.compile(model, backend=system.backend))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if system.name == "replicate+compile":
+        return _replicated(model, mesh, system.backend)
+    if system.name == "simplefsdp":
+        from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
+
+        sharded: Forward = torch.compile(data_parallel(model, mesh, "fully_shard"), backend=system.backend)
+        return sharded
     options: dict[str, Any] = {
         "backend": system.backend, "plan": system.plan, "regions": system.regions, "strict": True,
     }  # fmt: skip
     if system.plan == "auto":
         options["memory_budget"] = MEMORY_BUDGET_BYTES
-    return graphshard.compile(model, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    return graphshard.compile(model, mesh, **options)
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh, backend: str) -> Forward:
+    """Torch's `replicate` of each block, compiled, and of the rest."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for i, block in enumerate(blocks):
+        compiled: Any = torch.compile(block, backend=backend, fullgraph=True)
+        blocks[i] = replicate(compiled, mesh=mesh)  # type: ignore[arg-type]
+    replicate(model, mesh=mesh)  # type: ignore[arg-type]
+    return model

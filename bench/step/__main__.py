@@ -17,7 +17,7 @@ from pathlib import Path
 import graphshard
 from bench.harness.machine import Machine, versions
 from bench.harness.printing import say, say_progress
-from bench.harness.systems import BACKENDS, PLANS, SYSTEM_NAMES, System, refusal, systems
+from bench.harness.systems import ALL_NAMES, BACKENDS, PLANS, SYSTEM_NAMES, System, refusal, systems
 from bench.harness.tables import machine_lines
 from bench.step.models import TRAINED
 from bench.step.rows import CheckRow, TrainingRow, check_row, check_training, training_rows
@@ -56,8 +56,8 @@ def parse_options(argv: Sequence[str] | None = None) -> StepOptions:
     parser = argparse.ArgumentParser(prog="bench.step", description="training steps against FSDP2's and DDP's")
     parser.add_argument("--models", nargs="+", choices=[*TRAINED], metavar="M", help=f"of {', '.join(TRAINED)}; all")
     parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEM_NAMES, default=[*SYSTEM_NAMES], metavar="S",
-        help=f"of {', '.join(SYSTEM_NAMES)}; all",
+        "--systems", nargs="+", choices=ALL_NAMES, default=[*SYSTEM_NAMES], metavar="S",
+        help=f"of {', '.join(ALL_NAMES)}; the first {len(SYSTEM_NAMES)}",
     )  # fmt: skip
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS], help="of graphshard; both")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS], help="of graphshard; both")

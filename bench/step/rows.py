@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.harness.systems import PEERS, System
+from bench.harness.systems import PEERS, REPLICATING, System
 from bench.step.samples import FirstSteps, TrainingTurn
 
 # Most that a step may take, as a share of the better peer's: of graphshard with Inductor, by plan and model.
@@ -189,7 +189,7 @@ def check_training(rows: Sequence[CheckRow]) -> None:
     want = rows[0]
     for row in rows:
         title = f"bench: {row.model}, {row.system}, {row.backend}, plan {row.plan}"
-        if row.system == "ddp+compile":
+        if row.system in REPLICATING:
             if not row.all_reduces:
                 raise RuntimeError(f"{title}: got no all-reduce in a step, want gradients reduced")
         elif not (row.all_gathers and row.reduce_scatters):

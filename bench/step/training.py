@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -155,6 +156,12 @@ class Measured:
     turns: list[list[TrainingTurn]] = field(default_factory=list)
 
 
+def processes(model_name: str, system: System, num_ranks: int, caches: Path | None) -> Ranks:
+    """Those that train a model with a system; they begin to compile in their first steps."""
+    title, cache = f"{model_name}, {system}", None if caches is None else caches / str(system).replace(" ", "_")
+    return Ranks(title, num_ranks, TrainingTimer, system, model_name, timeout_s=TIMEOUT_S, cache=cache)
+
+
 def train(
     model_name: str,
     compared: Sequence[System],
@@ -162,6 +169,7 @@ def train(
     runs: int,
     rounds: int,
     say_progress: Callable[[str], None],
+    caches: Path | None = None,
 ) -> dict[System, Measured]:
     """Trains one model with every system.
 
@@ -172,14 +180,13 @@ def train(
         runs: timed steps of a turn.
         rounds: turns of each system.
         say_progress: is told what begins.
+        caches: has a folder of Inductor's cache for each system; None: new ones, which go with the processes.
     """
     with ExitStack() as stack:
         ranks, done = {}, {}
         for system in compared:  # not at the same time: the first step's seconds are a result
             say_progress(f"{model_name}: {system}: first step")
-            ranks[system] = stack.enter_context(
-                Ranks(f"{model_name}, {system}", num_ranks, TrainingTimer, system, model_name, timeout_s=TIMEOUT_S)
-            )
+            ranks[system] = stack.enter_context(processes(model_name, system, num_ranks, caches))
             done[system] = Measured(ranks[system].call("first_steps"))
         for i in range(rounds):
             say_progress(f"{model_name}: round {i + 1} of {rounds}")

@@ -1,0 +1,1 @@
+"""What users can train with: one table of peers."""
