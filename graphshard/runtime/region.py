@@ -100,7 +100,7 @@ class Region:
         is_whole, backward = runtime.follower.is_whole(self._broken), self._backward_to_come(direction)
         again = frozenset[int]() if backward is None else _gathered_again(graph, backward)
         lowering.structure_of = partial(structure, input_grads=self._input_grads, is_whole=is_whole, again=again)
-        lowering.structure = lowering.structure_of(binding)
+        lowering.structure, lowering.is_whole = lowering.structure_of(binding), is_whole
         followed = runtime.follower.of_forward(graph.direction, binding, lowering.structure, self._broken, runs=False)
         lowering.leader = runtime.follower.leader
         if followed is not None:

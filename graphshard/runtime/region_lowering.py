@@ -71,6 +71,7 @@ class RegionLowering:
     Attributes:
         structure_of: tells by which structure other ranks know its programs (see `signatures`).
         structure: of the forward that it was captured in.
+        is_whole: whether that was all of what the user called.
         leader: the rank that decides its contracts; None: the lowest.
     """
 
@@ -89,6 +90,7 @@ class RegionLowering:
         self.structure = ""
         self._structures: dict[object, str] = {}
         self.structure_of: Callable[[Binding], str] = lambda binding: ""
+        self.is_whole = True
         self.leader: int | None = None
         self._traced = TracedCompile.running()
         self._expects = True  # that the leader decides what this rank would
@@ -298,7 +300,7 @@ class RegionLowering:
         expected, notes = "", list[str]()
         what, known_by = f"{graph.direction} {graph.part}".rstrip(), self.structure_for(forward or binding)
         agreed = partial(self.runtime.context.left_out.agreed, program_key(what, known_by, state))
-        meet = None if graph.sends_nothing(ctx.flags) else agreed
+        meet = agreed if self.is_whole or not graph.sends_nothing(ctx.flags) else None
 
         def decide() -> str:
             lowered, decision, failed = self._within_budget(graph, ctx, title, named, meet=meet)
@@ -317,7 +319,7 @@ class RegionLowering:
 
         # Most often ranks are alike, and decide the same: then nothing is left to do when the decision comes, and their
         # programs are equal, so that they share what is compiled.
-        if meet is None:  # one rank alone may run it
+        if meet is None:  # a part of a call, which one rank alone may run
             text = decide()
         else:
             text = self.settled(what, binding, decide, state, expect if self._expects else meet, forward)

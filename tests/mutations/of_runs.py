@@ -81,15 +81,15 @@ OF_RUNS = (
     Mutation(
         "an order that other ranks do not have is followed",
         "graphshard/runtime/region_orders.py",
-        "                posted.compare()\n",
-        "                pass\n",
+        '            consensus.compare(f"{key} differs"',
+        '            _ = (f"{key} differs"',
         ("tests/dist/test_order_agreement.py", "-k", "backwards_of_other"),
     ),
     Mutation(
         "the last reduction of a region is not left to go on behind it",
-        "graphshard/runtime/region_orders.py",
-        "self.follows_backward = order is not None and len(order.steps) > 1",
-        "self.follows_backward = False",
+        "graphshard/runtime/prefetch.py",
+        "elif (asked.is_part or self.orders.follows_backward) and",
+        "elif False and",
         ("tests/dist/test_across_regions.py", "-k", "each_region_gathers"),
     ),
     Mutation(
