@@ -1,4 +1,5 @@
-"""Classes of `transformers` under graphshard, beside eager: `python -m bench.hf [MODEL ...] [--as-shipped]`.
+"""Classes of `transformers`, `diffusers` and `peft` under graphshard, beside eager:
+`python -m bench.hf [MODEL ...] [--as-shipped]`.
 
 Small random models, nothing is downloaded; fp32, no dropout, three steps of AdamW. Two comparisons for each: the plain
 model under `torch.compile(backend="aot_eager")` with eager, in loss and gradients; and the same backend by
@@ -34,7 +35,9 @@ def main() -> int:
     from bench.hf.rows import compare
 
     names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(prog="bench.hf", description="models of transformers: are they bitwise?")
+    parser = argparse.ArgumentParser(
+        prog="bench.hf", description="models of transformers, diffusers and peft: are they bitwise?"
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--plan", choices=PLANS, default="fsdp2", help="of graphshard.compile; fsdp2")
     parser.add_argument("--backend", choices=(*BACKENDS, "eager"), default="aot_eager", help="likewise; aot_eager")
