@@ -82,12 +82,23 @@ class PeerRow:
 
 
 def measure(model: str, systems: Sequence[System], runs: int, rounds: int) -> list[PeerRow]:
-    """Trains one model with every system, and checks that all did the same."""
+    """Trains one model with every system, and says which did not do the same.
+
+    Raises:
+        RuntimeError: graphshard did not.
+    """
     with tempfile.TemporaryDirectory(prefix="graphshard-peers-", ignore_cleanup_errors=True) as folder:
         caches = Path(folder)
         measured = train(model, systems, NUM_RANKS, runs, rounds, say_progress, caches)
         norms = measured[systems[0]].first[0].grad_norms
-        check_training([check_row(model, system, m.first, m.turns, norms) for system, m in measured.items()])
+        checks = [check_row(model, system, m.first, m.turns, norms) for system, m in measured.items()]
+        for check in checks[1:]:
+            try:
+                check_training([checks[0], check])
+            except RuntimeError as error:  # of a peer, the table has its figures, and this
+                if check.system == "graphshard":
+                    raise
+                say(f"NOTE: {error}")
         warm_s = {}
         for system in systems:
             say_progress(f"{model}: {system}: first step, warm")
