@@ -34,8 +34,6 @@ NEWER_RUN_S = 60.0
 
 _DIGEST_BYTES = 16
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
-# Of many ranks that wait for one, a store can answer so many questions.
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.25
 
 
 @dataclass
@@ -167,19 +165,13 @@ class Posted:
 
     def _verdict(self, shown: str, end: float, deadline_s: float) -> str:
         """The verdict, which is given up behind `end`; ``""``: there is a newer lead."""
-        look_s, pause_s = _LAST_LOOK_S, _FIRST_PAUSE_S
-        look_at = time.monotonic() + look_s
-        while not self.store.has(self._at("verdict")):  # each wait in vain is a warning of torch's
-            now = time.monotonic()
-            if now >= min(look_at, end):
-                if self.store.get(f"{self.key}/lead") != shown:
-                    return ""
-                look_s *= 2
-                look_at = now + look_s
-            if now >= end:
+        look_s = _LAST_LOOK_S
+        while not self.store.ask(self._at("verdict"), min(look_s, left_s := max(end - time.monotonic(), 0.0))):
+            if self.store.get(f"{self.key}/lead") != shown:
+                return ""
+            if left_s <= look_s:
                 return self._given_up(deadline_s)
-            time.sleep(min(pause_s, end - now))
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            look_s *= 2
         return self.store.get(self._at("verdict"))
 
     def _given_up(self, deadline_s: float) -> str:

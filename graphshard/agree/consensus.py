@@ -25,8 +25,6 @@ DEADLINE_S = 600.0
 _DECIDED, _FAILED, _LATE = "+", "-", "late"
 # How often it is looked whether a rank that is waited for compiles.
 _LOOK_S = 60.0
-# Between looks for a key, where the deadline is shorter than that.
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.02
 # So many ranks are asked whether they compile, of those that are waited for.
 _ASKED = 8
 
@@ -263,13 +261,7 @@ class Consensus:
         assert self._store is not None
         if seconds > _LOOK_S:
             return self._store.wait(name, _LOOK_S)
-        begin, pause = time.monotonic(), _FIRST_PAUSE_S
-        while not self._store.has(name):  # each wait in vain is a warning of torch's
-            if time.monotonic() - begin > seconds:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE_S)
-        return True
+        return self._store.ask(name, seconds)
 
     def _never_came(self, what: str, missing: Sequence[int]) -> RanksDiffer:
         ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))

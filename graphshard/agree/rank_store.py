@@ -10,6 +10,8 @@ from typing import Protocol
 
 # Stores round a timeout.
 _EARLY_S = 0.01
+# Between questions: the more who waits has waited, so that of many ranks a store is not asked much.
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_PART = 0.001, 0.02, 0.02
 
 
 class Store(Protocol):
@@ -102,6 +104,17 @@ class RankStore:
                 if time.monotonic() < end:
                     raise  # no deadline: the store itself is gone
                 return False
+        return True
+
+    def ask(self, key: str, seconds: float) -> bool:
+        """The same by asking again and again, where a wait may often be in vain: torch warns of each."""
+        begin, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while not self.has(key):
+            waited_s = time.monotonic() - begin
+            if waited_s >= seconds:
+                return False
+            time.sleep(min(pause_s, seconds - waited_s))
+            pause_s = min(2 * pause_s, max(_LAST_PAUSE_S, waited_s * _PAUSE_PART))
         return True
 
     def delete(self, *keys: str) -> None:

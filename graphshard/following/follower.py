@@ -258,10 +258,11 @@ class Follower:
             if call.role is not role and call.follows():
                 again |= binding.overlap(call.sent)
                 units_again |= binding.parts.intersection(holdings.split.units) & call.binding.unit_set
-        is_part = isinstance(role.leg, Leg)
+        leg = role.leg if isinstance(role.leg, Leg) else None
+        is_part = leg is not None
         usual = BackwardRequest(asked.entry, (), again, units_again, asked.inputs_only, role, binding, is_part)
-        if isinstance(role.leg, Leg):
-            return role.leg.programs.enter_backward(role.leg, usual)
+        if leg is not None:
+            return leg.programs.enter_backward(leg, usual)
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(holdings, reduced, binding, usual, dead, frozenset())

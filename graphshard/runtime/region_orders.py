@@ -201,7 +201,7 @@ class RegionOrders:
             order.asked += 1
             if order.asked == ASKED_TIMES:
                 self._context.report.note_once(
-                    f"{order.kind}: this rank alone has an order of regions, in which nothing is gathered ahead"
+                    f"{order.kind}: not all ranks came to an order of regions: nothing is gathered ahead in it"
                 )
         elif met.alike:
             order.agreed = True
