@@ -78,12 +78,14 @@ class CudaTimer:
         return [_timing(found) for found in samples]
 
     def _flushes(self, call: TimedCall) -> int:
-        """How many flushes take the device as long as the host takes to enqueue the call."""
+        """How many flushes take the device much longer than the host takes to enqueue the call: results at new
+        addresses cost the host more.
+        """
         call()
         count = 1
         while count < MOST_FLUSHES and (self._sample(call, count)[1] or self._sample(call, count)[1]):
             count *= 2
-        return count
+        return min(4 * count, MOST_FLUSHES)
 
     def _sample(self, call: TimedCall, flushes: int) -> tuple[float, bool]:
         """Microseconds, and whether the device was there before the whole call was enqueued."""

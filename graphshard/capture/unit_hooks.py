@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.capture.parameters_in_forward import FORWARD
 from graphshard.capture.unit_inputs import entering
-from graphshard.compat.dynamo import inline_only
+from graphshard.compat.dynamo import inline_only, put_back_later
 
 Hook = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook,
 
     @inline_only
     def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        module.__dict__[FORWARD].runs = True
+        put_back_later(_set_runs, module, True)
         if param_dtype is not None:
             args, kwargs = cast_floating(args, param_dtype), cast_floating(kwargs, param_dtype)
         if enters and torch.is_grad_enabled():
@@ -44,10 +44,15 @@ def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook,
 
     @inline_only
     def post(module: nn.Module, args: Any, output: Any) -> Any:
-        module.__dict__[FORWARD].runs = False
+        put_back_later(_set_runs, module, False)
         return None if output_dtype is None else cast_floating(output, output_dtype)
 
     return pre, post
+
+
+@inline_only
+def _set_runs(module: nn.Module, runs: bool) -> None:
+    module.__dict__[FORWARD].runs = runs
 
 
 @inline_only

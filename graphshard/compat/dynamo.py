@@ -14,7 +14,9 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import SkipFrame
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import ConstantSource, RandomValueSource
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
@@ -66,6 +68,19 @@ def inline_only(function: C) -> C:
     """
     skip_code(function.__code__)
     return function
+
+
+def _checked_at_end(change: Callable[..., None], *args: Any) -> None:
+    change(*args)
+
+
+# Calls `change(*args)`, which sets a flag that is put back in the same block, in a trace, too. In a checkpoint torch
+# 2.13 looks at the end whether it is; what cannot wait so long would make a graph break of any change there.
+put_back_later: Callable[..., None]
+if hasattr(SideEffects, "defer_side_effect_checks"):
+    put_back_later = inline_only(_checked_at_end)
+else:
+    put_back_later = _unchecked
 
 
 def tell_of_compiles(begin: Callable[[object], None], end: Callable[[object], None]) -> None:

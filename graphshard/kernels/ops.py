@@ -74,7 +74,8 @@ def parse_members(text: str) -> tuple[Whole, ...]:
     return tuple(found)
 
 
-def wire_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+@lru_cache(maxsize=1024)
+def wire_dtype(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
     """Of a buffer of members of these dtypes: bytes where they differ."""
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
@@ -97,7 +98,7 @@ def _gather_copy_in_fused(shards: Sequence[Tensor], dtypes: str) -> Tensor:
         shards = [shard.to(dtype).view(torch.uint8) for shard, dtype in zip(shards, wanted, strict=True)]
     if not _fused(shards, wire):
         return _gather_copy_in(shards, ",".join(str(wire)[6:] for _ in shards))
-    layout = shard_layout(tuple(shard.numel() for shard in shards))
+    layout = shard_layout(tuple([shard.numel() for shard in shards]))
     flat = shards[0].new_empty(layout.row_numel, dtype=wire)
     _copy()(flat, layout, shards, pack=True)
     return flat
@@ -114,10 +115,12 @@ def _fake_gather_copy_in(shards: Sequence[Tensor], dtypes: str) -> Tensor:
 def _check_shards(shards: Sequence[Tensor], dtypes: str) -> tuple[torch.dtype, ...]:
     wanted = parse_dtypes(dtypes)
     _check(len(shards) == len(wanted), "gather_copy_in: dtypes", f"{len(wanted)} for {len(shards)} shards", "one each")
+    device = shards[0].device
     for k, shard in enumerate(shards):
-        where = f"gather_copy_in: shards[{k}]"
-        _check(shard.dim() == 1, where, f"shape {tuple(shard.shape)}", "one dim")
-        _check_place(shard, shards[0], where)
+        if shard.dim() != 1 or shard.device != device or not shard.is_contiguous():
+            where = f"gather_copy_in: shards[{k}]"
+            _check(shard.dim() == 1, where, f"shape {tuple(shard.shape)}", "one dim")
+            _check_place(shard, shards[0], where)
     return wanted
 
 
@@ -126,7 +129,7 @@ def _check_shards(shards: Sequence[Tensor], dtypes: str) -> tuple[torch.dtype, .
 
 def _gather_copy_out(flat: Tensor, members: str, world_size: int) -> list[Tensor]:
     wanted, layout = _check_flat(flat, members, world_size)
-    dtypes = [member.dtype for member in wanted]
+    dtypes = tuple(member.dtype for member in wanted)
     factors = [member.dtype.itemsize if wire_dtype(dtypes) != member.dtype else 1 for member in wanted]
     chunks = [segment.chunk * factor for segment, factor in zip(layout.segments, factors, strict=True)]
     parts = flat.view(world_size, sum(chunks)).split_with_sizes(chunks, 1)
@@ -145,7 +148,7 @@ def _whole(part: Tensor, member: Whole, world_size: int) -> Tensor:
 
 def _gather_copy_out_fused(flat: Tensor, members: str, world_size: int) -> list[Tensor]:
     wanted, layout = _check_flat(flat, members, world_size)
-    if any(member.dtype != flat.dtype for member in wanted):
+    if flat.dtype != wanted[0].dtype:  # bytes: members of several dtypes
         return _gather_copy_out(flat, members, world_size)
     full = [flat.new_empty(member.size) for member in wanted]
     if not _fused(full, flat.dtype):
@@ -160,19 +163,27 @@ def _fake_gather_copy_out(flat: Tensor, members: str, world_size: int) -> list[T
 
 
 def _check_flat(flat: Tensor, members: str, world_size: int) -> tuple[tuple[Whole, ...], Layout]:
+    wanted, layout, wire, numel = _gathered(members, world_size)
+    if flat.dtype != wire or flat.shape != (numel,):
+        got = f"{str(flat.dtype)[6:]} {tuple(flat.shape)}"
+        want = f"{str(wire)[6:]} {(numel,)}, of {members} over {world_size} ranks"
+        _check(False, "gather_copy_out: flat", got, want)
+    _check_place(flat, flat, "gather_copy_out: flat")
+    return wanted, layout
+
+
+@lru_cache(maxsize=1024)
+def _gathered(members: str, world_size: int) -> tuple[tuple[Whole, ...], Layout, torch.dtype, int]:
+    """The members, and the layout, dtype and number of elements of what is gathered for them."""
     wanted = parse_members(members)
     _check(world_size > 0, "gather_copy_out: world_size", str(world_size), "at least 1")
     layout = full_layout(tuple(m.size for m in wanted), tuple(m.dim for m in wanted), world_size)
-    wire = wire_dtype([member.dtype for member in wanted])
-    numel = sum(
+    wire = wire_dtype(tuple(member.dtype for member in wanted))
+    row = sum(
         segment.chunk * (member.dtype.itemsize if wire != member.dtype else 1)
         for segment, member in zip(layout.segments, wanted, strict=True)
     )
-    got = f"{str(flat.dtype)[6:]} {tuple(flat.shape)}"
-    want = f"{str(wire)[6:]} {(numel * world_size,)}, of {members} over {world_size} ranks"
-    _check(flat.dtype == wire and flat.shape == (numel * world_size,), "gather_copy_out: flat", got, want)
-    _check_place(flat, flat, "gather_copy_out: flat")
-    return wanted, layout
+    return wanted, layout, wire, row * world_size
 
 
 # -- reduce copy-in; its scale: multiplier and divisor, one of them None
@@ -231,31 +242,38 @@ def _check_grads(
 ) -> Layout:
     multiplier, divisor = scale
     scales = dtype.is_floating_point or scale == (None, None)
-    _check(scales, "reduce_copy_in: dtype", f"{dtype} with a factor", "a floating-point one")
-    _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", f"{len(dims)} for {len(grads)} gradients", "one each")
-    _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
-    _check(multiplier is None or divisor is None, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")
+    if not (scales and len(grads) == len(dims) > 0 and world_size > 0 and (multiplier is None or divisor is None)):
+        _check(scales, "reduce_copy_in: dtype", f"{dtype} with a factor", "a floating-point one")
+        got = f"{len(dims)} for {len(grads)} gradients"
+        _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", got, "one each")
+        _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
+        _check(False, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")
+    device = grads[0].device
     for k, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
-        _check(0 <= dim < grad.dim(), f"reduce_copy_in: dims[{k}]", str(dim), f"a dim of {tuple(grad.shape)}")
-        _check_device(grad, grads[0], f"reduce_copy_in: grads[{k}]")
-    return full_layout(tuple(tuple(grad.shape) for grad in grads), tuple(dims), world_size)
+        if not 0 <= dim < grad.dim() or grad.device != device:
+            _check(0 <= dim < grad.dim(), f"reduce_copy_in: dims[{k}]", str(dim), f"a dim of {tuple(grad.shape)}")
+            _check_device(grad, grads[0], f"reduce_copy_in: grads[{k}]")
+    return full_layout(tuple([grad.shape for grad in grads]), tuple(dims), world_size)
 
 
 # -- arguments
 
 
 def _check(right: bool, where: str, got: str, want: str) -> None:
+    # Where a call runs in each step, what is checked is looked at before texts are made of it.
     if not right:
         raise ValueError(f"graphshard::{where}: got {got}, want {want}")
 
 
 def _check_device(tensor: Tensor, first: Tensor, where: str) -> None:
-    _check(tensor.device == first.device, where, f"a tensor on {tensor.device}", f"one on {first.device}, as the first")
+    if tensor.device != first.device:
+        _check(False, where, f"a tensor on {tensor.device}", f"one on {first.device}, as the first")
 
 
 def _check_place(tensor: Tensor, first: Tensor, where: str) -> None:
     _check_device(tensor, first, where)
-    _check(tensor.is_contiguous(), where, f"strides {tensor.stride()}", "a contiguous tensor")
+    if not tensor.is_contiguous():
+        _check(False, where, f"strides {tensor.stride()}", "a contiguous tensor")
 
 
 # -- which of the two
@@ -271,12 +289,17 @@ def _copy() -> Callable[..., None]:
 
 def _fused(sides: Sequence[Tensor], flat: torch.dtype, scaled: bool = False) -> bool:
     """Whether the kernel can do it: dtypes that it knows, a device that Triton compiles for."""
-    if any(not can_copy(side.dtype, flat, scaled) for side in sides):
+    if not _can_copy(tuple([side.dtype for side in sides]), flat, scaled):
         return False
     if (why := why_unfused(sides[0].device)) is not None:
         warn_once(why)
         return False
     return True
+
+
+@cache
+def _can_copy(sides: tuple[torch.dtype, ...], flat: torch.dtype, scaled: bool) -> bool:
+    return all(can_copy(side, flat, scaled) for side in sides)
 
 
 _TORCH: dict[str, Callable[..., Any]] = {

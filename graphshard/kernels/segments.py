@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 
@@ -25,9 +25,9 @@ class Segment(NamedTuple):
     stride: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """A buffer `[rows, row_numel]`.
+    """A buffer `[rows, row_numel]`. Equal to itself alone: as a key it costs nothing.
 
     Attributes:
         rows: number of shards of each tensor; 1 for what one rank sends.
@@ -39,11 +39,12 @@ class Layout:
     row_numel: int
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def strided(self) -> bool:
         """Whether some tensor is sharded on a dim behind its first."""
         return any(segment.inner != segment.chunk for segment in self.segments)
 
+    @cached_property
     def alignment(self) -> int:
         """Largest power of two, up to 16, that divides every number of elements."""
         numbers = [self.row_numel, *(number for segment in self.segments for number in segment)]

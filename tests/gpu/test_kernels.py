@@ -99,7 +99,7 @@ def gather_copy_out(device: str, case: str, dtypes: Sequence[torch.dtype]) -> No
     cut = CUTS[case]
     members = members_of(cut, dtypes)
     wanted = ops.parse_members(members)
-    wire = ops.wire_dtype([member.dtype for member in wanted])
+    wire = ops.wire_dtype(tuple(member.dtype for member in wanted))
     layout = full_layout(cut.sizes, cut.dims, cut.world_size)
     bytes_of = [1 if wire == m.dtype else m.dtype.itemsize for m in wanted]
     row = sum(segment.chunk * size for segment, size in zip(layout.segments, bytes_of, strict=True))

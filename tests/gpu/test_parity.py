@@ -155,7 +155,7 @@ LOOPS = {
     "foreach AdamW": Loop(test_training.test_optimizers_see_dtensor_gradients, {"make": "adamw_foreach"}),
     "gathered until backward": Loop(test_training.test_reshard_after_forward_changes_no_bit, {"reshard": False}),
     "resharded": Loop(test_training.test_reshard_after_forward_changes_no_bit, {"reshard": True}),
-    "accumulation": Loop(test_training.test_microbatches_synchronize_in_any_pattern, {"sync": (False, True, False)}),
+    "accumulation": Loop(test_training.test_microbatches_synchronize_in_any_pattern, {}),
     "params bf16": Loop(test_training.test_mixed_precision, {"policy": "bf16"}),
     "params bf16, reduce f32": Loop(test_training.test_mixed_precision, {"policy": "bf16, reduce f32"}),
     "f32, reduce bf16": Loop(test_training.test_mixed_precision, {"policy": "f32, reduce bf16"}),
