@@ -19,9 +19,11 @@ from bench.compile.claims import check_claims
 from bench.compile.fake_cuda import HARDWARE_ROW, MODEL, TINY, FakeRow, fake_row
 from bench.compile.first_step import BATCH_SIZE, DIM, SEQ_LEN, measure_first_steps
 from bench.compile.options import QUICK_BLOCKS, CompileOptions, parse_options
-from bench.compile.picture import print_picture, write_svg
+from bench.compile.phases import ALL_PHASES
+from bench.compile.picture import TITLE, bars_of
 from bench.compile.rows import CompileRow, GrowthRow, check_losses, compile_rows, growth_rows
 from bench.compile.tables import compile_table, fake_table, growth_table
+from bench.harness.bars import print_bars, write_svg
 from bench.harness.claims import Claim
 from bench.harness.disturbance import disturbed_lines
 from bench.harness.machine import Machine, versions
@@ -66,9 +68,9 @@ def measure_rows(options: CompileOptions, machine: Machine) -> tuple[list[Compil
     say("", *growth_table(growth), "", *claim_table(claims), "")
     say(*load_lines(machine, os.getloadavg()[0], NUM_RANKS), *disturbed_lines(row.disturbed for row in rows), "")
     if find_spec("rich") is not None:
-        print_picture(rows)
+        print_bars(ALL_PHASES, bars_of(rows))
     if options.picture is not None:
-        write_svg(options.picture, rows)
+        write_svg(options.picture, TITLE, ALL_PHASES, bars_of(rows))
     return rows, growth, claims
 
 

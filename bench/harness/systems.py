@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -94,16 +94,28 @@ def prepare(system: System, model: nn.Module) -> Forward:
     if system.name == "replicate+compile":
         return _replicated(model, mesh, system.backend)
     if system.name == "simplefsdp":
-        from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
-
-        sharded: Forward = torch.compile(data_parallel(model, mesh, "fully_shard"), backend=system.backend)
-        return sharded
+        return _simple_fsdp(model, mesh, system.backend)
     options: dict[str, Any] = {
         "backend": system.backend, "plan": system.plan, "regions": system.regions, "strict": True,
     }  # fmt: skip
     if system.plan == "auto":
         options["memory_budget"] = MEMORY_BUDGET_BYTES
     return graphshard.compile(model, mesh, **options)
+
+
+def _simple_fsdp(model: nn.Module, mesh: DeviceMesh, backend: str) -> Forward:
+    """torchtitan's, which sums gradients where the others take their mean: its trainer divides the loss."""
+    from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
+
+    sharded = torch.compile(data_parallel(model, mesh, "fully_shard"), backend=backend)
+
+    def forward(*inputs: Tensor) -> Tensor:
+        loss: Tensor = sharded(*inputs)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad / mesh.size())
+        return loss
+
+    return forward
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh, backend: str) -> Forward:

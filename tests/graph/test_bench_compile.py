@@ -17,10 +17,11 @@ from bench.compile.fake_cuda import TINY, fake_row
 from bench.compile.first_step import measure_first_steps
 from bench.compile.options import BLOCKS, FAKE_BLOCKS, QUICK_BLOCKS, parse_options
 from bench.compile.phases import ALL_PHASES, PASSES, PLANNER, REST, phase_seconds
-from bench.compile.picture import BAR_CELLS, bar_cells, print_picture, write_svg
+from bench.compile.picture import TITLE, bars_of
 from bench.compile.rows import CompileRow, check_losses, compile_rows, growth_rows
 from bench.compile.samples import FirstStep
 from bench.compile.tables import compile_table, fake_table, growth_table
+from bench.harness.bars import BAR_CELLS, bar_cells, print_bars, write_svg
 from bench.harness.machine import Machine
 from bench.harness.processes import Ranks
 from bench.harness.systems import System
@@ -244,11 +245,11 @@ def test_tables_show_every_phase_and_system() -> None:
 def test_picture_has_each_phase_and_a_bar_for_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     drawn = rows({4: 0.5}, warm=0.2)
-    write_svg(tmp_path / "bars.svg", drawn)
+    write_svg(tmp_path / "bars.svg", TITLE, ALL_PHASES, bars_of(drawn))
     text = html.unescape((tmp_path / "bars.svg").read_text()).replace("\xa0", " ")
     assert text.startswith("<svg") and all(name in text for name in ALL_PHASES)
     assert all(row.label in text and f"{row.step_s:.1f} s" in text for row in drawn)
-    print_picture(drawn)
+    print_bars(ALL_PHASES, bars_of(drawn))
     peer, *_, warm = [line for line in capsys.readouterr().out.splitlines() if ", cold" in line or ", warm" in line]
     assert (peer.count("█"), warm.count("█")) == (BAR_CELLS, round(0.1 * BAR_CELLS))
 
