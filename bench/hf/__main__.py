@@ -1,11 +1,14 @@
 """Classes of `transformers`, `diffusers` and `peft` under graphshard, beside eager:
-`python -m bench.hf [MODEL ...] [--as-shipped]`.
+`python -m bench.hf [MODEL ...] [--as-shipped | --times]`.
 
 Small random models, nothing is downloaded; fp32, no dropout, three steps of AdamW. Two comparisons for each: the plain
 model under `torch.compile(backend="aot_eager")` with eager, in loss and gradients; and the same backend by
 `graphshard.compile` with eager FSDP2 on 2 gloo ranks, in everything that `check_parity` compares. What is not bitwise
 is told by its first difference. `breaks`, `regions`, `programs`: of the sharded model, over all steps; `outside`: how
 many things its report names that ran in eager. Exit status 1: some model is bitwise unsharded, and not sharded.
+
+With `--times`: seconds of the first step, and of steps, of eager FSDP2, FSDP2 with compiled units and graphshard with
+Inductor and `plan="auto"`, in turns (`bench.hf.timed`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from importlib.util import find_spec
 from bench.harness.machine import Machine
 from bench.harness.printing import say, say_progress
 from bench.harness.systems import BACKENDS, PLANS
-from bench.harness.tables import align
+from bench.harness.tables import align, machine_lines
 
 NUM_RANKS = 2
 TIMEOUT_S = 240.0
@@ -33,6 +36,7 @@ def main() -> int:
     from bench.hf.compared import Asked
     from bench.hf.models import CASES
     from bench.hf.rows import compare
+    from bench.hf.timed import TIMES_HEADER, measure_class, times_cells, times_lines
 
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(
@@ -42,17 +46,24 @@ def main() -> int:
     parser.add_argument("--plan", choices=PLANS, default="fsdp2", help="of graphshard.compile; fsdp2")
     parser.add_argument("--backend", choices=(*BACKENDS, "eager"), default="aot_eager", help="likewise; aot_eager")
     parser.add_argument("--as-shipped", action="store_true", help="as in defaults of the classes, and without padding")
+    parser.add_argument("--times", action="store_true", help="steps and memory, with inductor and plan auto")
     parser.add_argument("--details", action="store_true", help="print errors whole, and reports")
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in names]:
         parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(names)}")
+    machine = Machine.this()
+    if options.times:
+        asked = [Asked(name, "auto", "inductor", options.as_shipped) for name in options.models or names]
+        times = {one.name: measure_class(one, NUM_RANKS) for one in asked}
+        cells = [times_cells(name, of) for name, of in times.items()]
+        say(*machine_lines(machine), *align(TIMES_HEADER, cells), *times_lines(times))
+        return 0
     rows = []
     for name in names:
         if not options.models or name in options.models:
             say_progress(name)
             asked = Asked(name, options.plan, options.backend, options.as_shipped)
             rows.append(compare(asked, NUM_RANKS, TIMEOUT_S))
-    machine = Machine.this()
     say(
         f"torch {machine.torch_version}, transformers {version('transformers')}, Python {machine.python_version}; "
         f"{NUM_RANKS} gloo ranks, backend {options.backend}, plan {options.plan}",
