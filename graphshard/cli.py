@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -44,9 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         first = arguments[1] if arguments[:1] == ["plan"] and arguments[1:] else ""
         if first.startswith("-") and first not in ("-h", "--help"):
-            return _plan_model(arguments[1:])
-        options = _parser().parse_args(arguments)
-        return cast(int, options.run(options))
+            status = _plan_model(arguments[1:])
+        else:
+            options = _parser().parse_args(arguments)
+            status = cast(int, options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough; what is buffered goes nowhere, without a word at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"graphshard: {error}\n")
         return 2

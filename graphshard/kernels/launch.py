@@ -102,7 +102,7 @@ class _Part(NamedTuple):
     layout: Layout
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _parts(layout: Layout, dtypes: tuple[torch.dtype, ...]) -> tuple[_Part, ...]:
     """Tensors of each dtype, without empty ones."""
     by_dtype: dict[torch.dtype, list[int]] = {}

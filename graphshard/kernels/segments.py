@@ -51,7 +51,7 @@ class Layout:
         return math.gcd(16, *numbers)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def shard_layout(numels: tuple[int, ...]) -> Layout:
     """Of one rank's shards, one behind the other."""
     offset, segments = 0, []
@@ -61,7 +61,7 @@ def shard_layout(numels: tuple[int, ...]) -> Layout:
     return Layout(1, offset, tuple(segments))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def full_layout(sizes: tuple[tuple[int, ...], ...], dims: tuple[int, ...], world_size: int) -> Layout:
     """Of whole tensors, one row for each rank's shards.
 

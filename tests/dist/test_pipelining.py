@@ -266,7 +266,9 @@ def halves_that_are_not_run() -> None:
     model(x).sum().backward()
     want = [parameter.grad.full_tensor() for parameter in model.parameters()]
     model.zero_grad()
-    stage_backward_input([model(x).sum()], None, [x], model.parameters())  # no input needs a gradient: no backward
+    loss = model(x).sum()
+    if torch.__version__ >= "2.12":  # no input needs a gradient: no backward; an error of autograd's before
+        stage_backward_input([loss], None, [x], model.parameters())
     for sync in (False, True):  # what reduces is never put off
         model.set_requires_gradient_sync(sync)
         model(x).sum().backward()

@@ -92,6 +92,26 @@ def test_optimizer_of_the_parameters_that_sharding_replaces_is_refused(two_ranks
     two_ranks.run(optimizers)
 
 
+def refused_on_rank_1() -> str:
+    """What rank 0 is told at its first step."""
+    model, world = models.Decoder(), mesh()
+    if torch.distributed.get_rank() == 1:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="an optimizer, SGD, holds"):
+            graphshard.compile(model, world, backend="aot_eager")
+        del optimizer
+        return ""
+    graphshard.compile(model, world, backend="aot_eager", deadline_s=3.0)
+    with pytest.raises((graphshard.RanksDiffer, graphshard.CommunicationFailed)) as raised:
+        step(model)
+    return str(raised.value)
+
+
+def test_model_that_one_rank_refuses_is_no_hang_for_others(two_ranks: WorkerPool) -> None:
+    told, _ = two_ranks.run(refused_on_rank_1, timeout_s=60.0)
+    assert "rank 1" in told
+
+
 def optimizers_of_annotated() -> list[list[str]]:
     found = []
     for build in (lambda: models.Decoder(), lambda: annotated(models.Decoder())):  # before fully_shard, behind it

@@ -191,6 +191,16 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_reader_that_has_read_enough_ends_it_silently() -> None:
+    command = [sys.executable, "-m", "graphshard", "hardware"]
+    environment = {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert ran.stdout is not None
+    ran.stdout.close()
+    _, said = ran.communicate(timeout=120)
+    assert (ran.returncode, said) == (0, "")
+
+
 def test_table_is_drawn_on_a_terminal_where_rich_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     columns, rows = ("name", ">bytes"), [["a[b]", "1"], ["c", "1000"]]
     plain = plain_table(columns, rows)
