@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
 from graphshard.api import need_engine
@@ -40,9 +41,15 @@ def measure(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: `model` is not compiled.
-        RuntimeError: a profiler runs around it, or another `measure`.
+        RuntimeError: a profiler runs around it, or another `measure`; or waits hold the device and not the host.
     """
     engine = need_engine(model, "graphshard.measure")
+    kinds = {unit.device.type for unit in engine.units} - {"cpu"}
+    if any(f"{kind}:gloo" not in dist.get_backend_config() for kind in kinds):
+        raise RuntimeError(
+            f"measure: got collectives on {', '.join(kinds)}, whose waits hold the device and not the host, which is "
+            "what is timed; want torch.profiler, in whose trace what is computed of each unit bears its name"
+        )
     with measured_programs():
         try:
             yield

@@ -89,10 +89,12 @@ def no_fake_mode() -> AbstractContextManager[Any]:
 
 
 def moved_tensors(values: Any, device: torch.device) -> Any:
-    """`values` with every tensor, in any containers, on `device`."""
+    """`values` with every tensor, in any containers, on `device`. Their memory may be written again behind it: what is
+    not pinned is read before the copy begins.
+    """
 
     def moved(value: Tensor) -> Tensor:
-        return value if value.device.type == device.type else value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=not value.is_pinned())
 
     return tree_map_only(Tensor, moved, values)
 

@@ -195,11 +195,12 @@ class Engine:
                 if method is not None:  # FSDP2's wrapper of it is back
                     return getattr(module, method.name)(*args, **kwargs)
                 return marked_classes.own_call(module, *args, **kwargs)
+        self._await_optimizer()
         self._prepare()
         if self.context.executed is not None:
             self.context.executed.begin_call()
-        if self.units and self.units[0].device.type != "cpu":
-            args, kwargs = self._moved_to_device(args, kwargs)
+        if self.units and (device := self.units[0].device).type != "cpu":  # as FSDP2's root moves them
+            args, kwargs = moved_tensors(args, device), moved_tensors(kwargs, device)
         self._begin_forward(module)
         try:
             with marked_classes.tracing(), self._prefetch.orders.forward(), self._unit_as_in_forward(module):
@@ -256,14 +257,11 @@ class Engine:
                 if self._follower.may_end(unit):
                     self.holdings.end_module(unit, module)
 
-    def _moved_to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs on the model's device, as FSDP2's root moves them, behind the event that stands for the optimizer."""
-        device = self.units[0].device
-        if self._optimizer_event is not None:
+    def _await_optimizer(self) -> None:
+        """Nothing reads a parameter before the event that stands for the optimizer."""
+        if self._optimizer_event is not None and self.units[0].device.type != "cpu":
             torch.accelerator.current_stream().wait_event(self._optimizer_event)
             self._optimizer_event = None
-
-        return moved_tensors(args, device), moved_tensors(kwargs, device)
 
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:

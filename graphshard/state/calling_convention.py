@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,9 +54,16 @@ class CallingConvention:
         """Arguments behind the graph's own."""
         args: list[Any] = [shards[slot].full for slot in self.resident]
         args += [shards[slot].post_forward for slot in self.rejoined]
-        args += [torch.tensor([rank], device=device) for rank, device in self.ranks.values()]
+        args += [_rank_index(rank, device) for rank, device in self.ranks.values()]
         args += [shards[slot].pending if pending else shards[slot].held for slot, pending in self.added]
         return args + [shards[slot].partial for slot in self.partial]
+
+
+@cache
+def _rank_index(rank: int, device: torch.device) -> torch.Tensor:
+    """`[1]`, int64; made once: a copy to a GPU waits for what it computes."""
+    with torch.inference_mode(False):  # autograd keeps it for backward
+        return torch.tensor([rank], device=device)
 
 
 def calling_convention(
