@@ -164,7 +164,8 @@ def best_peer_s(times: dict[str, ClassTimes]) -> float:
 
 def times_lines(all_times: dict[str, dict[str, ClassTimes]]) -> Sequence[str]:
     """What is claimed, and what failed."""
-    ratios = {name: t[GRAPHSHARD].step_s / best for name, t in all_times.items() if (best := best_peer_s(t))}
+    ran = {name: times for name, times in all_times.items() if not times[GRAPHSHARD].failed}
+    ratios = {name: times[GRAPHSHARD].step_s / best for name, times in ran.items() if (best := best_peer_s(times))}
     fast, slow = [r for r in ratios.values() if r <= 0.9], [name for name, r in ratios.items() if r > 1.0]
     return [
         f"step at most 0.90 of the faster FSDP2: {len(fast)} of {len(ratios)}; above 1.00: {', '.join(slow) or 'none'}",

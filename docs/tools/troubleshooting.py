@@ -32,6 +32,7 @@ ELSEWHERE = {
     "agree/agreement.py:Posted.compare": "what `_told` returned",
     "calibrate.py:main": "an error of hardware_file.py",
     "compat/block_trace.py": "ends a trace of AOTAutograd's, and is caught around it",
+    "compat/body_strides.py": "is caught where a body is compiled",
     "compat/dynamo.py:leave_frame": "Dynamo takes it",
     "compat/running_trace.py:trace_again": "Dynamo takes it",
     "cost/hardware_file.py:_hardware": "an error of rates.py, with its place",

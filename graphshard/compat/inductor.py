@@ -25,6 +25,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from graphshard.compat.body_strides import InStrides, other_strides
 from graphshard.compat.compile_phases import UNCOMPILED_FORWARD
 
 log = logging.getLogger(__name__)
@@ -133,12 +134,19 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
         gm: the part. Inductor gets a copy.
         inputs: fake values of its arguments.
         kwargs: of the whole program.
+
+    Raises:
+        StridesUnknown: these depend on sizes that are not known.
     """
     output = next(iter(gm.graph.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
     with _apart():
-        return compile_graph_inductor(gm, inputs, kwargs)
+        code = compile_graph_inductor(gm, inputs, kwargs)
+    values = [node.meta.get("val") if isinstance(node, Node) else None for node in output.args[0]]
+    given: Sequence[Any] = getattr(code, "output_strides", None) or [None] * len(values)
+    others = other_strides(given, values)
+    return InStrides(code, others, generated_code(code)) if others else code
 
 
 def with_whole_libraries(compiled: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphshard import env
+from graphshard.compat.body_strides import StridesUnknown
 from graphshard.compat.cache import is_first_to_ask
 from graphshard.compat.inductor import compile_body, compile_graph_inductor, generated_code
 from graphshard.graph.stretches import Stretch, cut, undivided
@@ -20,6 +21,7 @@ from graphshard.reporting.progress import progress
 Key: TypeAlias = tuple[object, ...]
 # A body shares most kernels with one that has this part of its operators.
 _ALIKE = 0.8
+_WHOLE = "a program is compiled as a whole, equal blocks one by one"
 
 
 class Bodies:
@@ -42,7 +44,7 @@ class Bodies:
         if env.is_disabled("outline_blocks"):
             return compile_graph_inductor(gm, inputs, kwargs)
         if why := undivided(gm.graph):
-            say(f"a program is compiled as a whole, equal blocks one by one: {why}")
+            say(f"{_WHOLE}: {why}")
             return compile_graph_inductor(gm, inputs, kwargs)
         steps = cut(gm.graph)
         keys = {step: self._key(step, kwargs) for step in steps if isinstance(step, Stretch)}
@@ -51,7 +53,11 @@ class Bodies:
             progress.count(done, len(missing))
             stretch = missing[key]
             values = [node.meta["val"] for node in stretch.inputs]
-            run = compile_body(stretch.module(gm), values, kwargs)
+            try:
+                run = compile_body(stretch.module(gm), values, kwargs)
+            except StridesUnknown:
+                say(f"{_WHOLE}: Inductor changes strides that depend on dynamic sizes")
+                return compile_graph_inductor(gm, inputs, kwargs)
             self._bodies[key] = Body(run, generated_code(run))
         return FlatProgram(gm, steps, {step: self._bodies[key] for step, key in keys.items()})
 

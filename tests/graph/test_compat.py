@@ -19,6 +19,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
+from graphshard.compat.body_strides import StridesUnknown, other_strides
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.dynamo_frames import frames_seen_by, guards_of
@@ -252,6 +253,31 @@ def test_backward_overwrites_nothing_that_forward_saves() -> None:
     (result,) = run([x])
     assert torch.equal(x, torch.zeros(64))
     torch.testing.assert_close(result, torch.full((64,), new))
+
+
+def test_body_gives_the_strides_of_its_graph() -> None:
+    new = random.random()  # nothing in Inductor's cache
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin() * new
+        return y[:, :3], y.permute(1, 0)[2:], y.sum(1, keepdim=True).expand(4, 5), y
+
+    gm = make_fx(body, tracing_mode="fake")(torch.ones(4, 8))
+    value = next(iter(gm.graph.nodes)).meta["val"]
+    with tracing(TracingContext(value.fake_mode)):
+        run = compile_body(gm, [value], {"is_backward": False})
+    x = torch.rand(4, 8)
+    for got, want in zip(run([x]), body(x), strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want)
+
+
+def test_strides_that_depend_on_sizes_are_no_bodys() -> None:
+    gm = make_fx(lambda x: (x.sin()[:, :3],), tracing_mode="symbolic")(torch.ones(4, 8))
+    value = next(iter(gm.graph.find_nodes(op="output"))).args[0][0].meta["val"]
+    assert other_strides([(str(value.stride()[0]), "1")], [value]) == {}
+    with pytest.raises(StridesUnknown):
+        other_strides([("3", "1")], [value])
 
 
 def test_generated_code_is_text_or_none() -> None:
