@@ -22,8 +22,10 @@ import test_training
 import test_unshard
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, rerun, training_test
 
 TIMEOUT_S = 300.0
@@ -187,3 +189,14 @@ def test_training_resumes_from_a_checkpoint(workers: WorkerPool, tmp_path: Path)
     test = test_state.test_training_resumes_from_a_checkpoint
     annotate = test_state.fully_sharded
     rerun(test, workers, "aot_eager", timeout_s=TIMEOUT_S, annotate=annotate, tmp_path=tmp_path)
+
+
+def measure_over_nccl(device: str) -> str:
+    model = graphshard.compile(models.Decoder().to(device), init_device_mesh(device, (1,)), backend="aot_eager")
+    with pytest.raises(RuntimeError) as raised, graphshard.measure(model):
+        pass
+    return str(raised.value)
+
+
+def test_measure_is_refused_where_waits_do_not_hold_the_host(nccl_rank: WorkerPool) -> None:
+    assert nccl_rank.run(measure_over_nccl, nccl_rank.device)[0].startswith("measure: got collectives on cuda")

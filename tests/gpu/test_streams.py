@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import graphshard
 from bench.harness.models import ManyParameters
 from bench.networks.loopback import Loopback
 from graphshard.testing import WorkerPool, compare_named, compare_tensors
@@ -232,17 +231,6 @@ def test_collectives_run_beside_the_computation(gpu: WorkerPool, tmp_path: Path,
 
 
 # --- the host
-
-
-def measure_over_nccl(device: str) -> str:
-    model = sharded(block_model(), init_device_mesh(device, (1,)), "aot_eager")
-    with pytest.raises(RuntimeError) as raised, graphshard.measure(model):
-        pass
-    return str(raised.value)
-
-
-def test_measure_is_refused_where_waits_do_not_hold_the_host(nccl_rank: WorkerPool) -> None:
-    assert nccl_rank.run(measure_over_nccl, nccl_rank.device)[0].startswith("measure: got collectives on cuda")
 
 
 def step_without_synchronization(device: str, backend: str, plan: str) -> None:
