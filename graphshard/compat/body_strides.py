@@ -45,14 +45,11 @@ class InStrides:
     Args:
         code: takes its arguments as one list.
         strides: by the number of the result.
-        source_code: of the code.
     """
 
-    def __init__(
-        self, code: Callable[[list[Any]], Any], strides: dict[int, tuple[int, ...]], source_code: str | None
-    ) -> None:
+    def __init__(self, code: Callable[[list[Any]], Any], strides: dict[int, tuple[int, ...]]) -> None:
         self._code, self._strides = code, strides
-        self.source_code = source_code
+        self.source_code = getattr(code, "source_code", None)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         results = list(self._code(args))

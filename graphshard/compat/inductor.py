@@ -144,9 +144,9 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     with _apart():
         code = compile_graph_inductor(gm, inputs, kwargs)
     values = [node.meta.get("val") if isinstance(node, Node) else None for node in output.args[0]]
-    given: Sequence[Any] = getattr(code, "output_strides", None) or [None] * len(values)
+    given: Sequence[Any] = getattr(code, "output_strides", [None] * len(values))  # none: the graph calls nothing
     others = other_strides(given, values)
-    return InStrides(code, others, generated_code(code)) if others else code
+    return InStrides(code, others) if others else code
 
 
 def with_whole_libraries(compiled: Callable[[], Any]) -> Any:

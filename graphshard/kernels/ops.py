@@ -117,7 +117,9 @@ def _check_shards(shards: Sequence[Tensor], dtypes: str) -> tuple[torch.dtype, .
     _check(len(shards) == len(wanted), "gather_copy_in: dtypes", f"{len(wanted)} for {len(shards)} shards", "one each")
     device = shards[0].device
     for k, shard in enumerate(shards):
-        if shard.dim() != 1 or shard.device != device or not shard.is_contiguous():
+        if (
+            shard.dim() != 1 or shard.device != device or not shard.is_contiguous()
+        ):  # before texts are made, in each step
             where = f"gather_copy_in: shards[{k}]"
             _check(shard.dim() == 1, where, f"shape {tuple(shard.shape)}", "one dim")
             _check_place(shard, shards[0], where)
@@ -148,7 +150,7 @@ def _whole(part: Tensor, member: Whole, world_size: int) -> Tensor:
 
 def _gather_copy_out_fused(flat: Tensor, members: str, world_size: int) -> list[Tensor]:
     wanted, layout = _check_flat(flat, members, world_size)
-    if flat.dtype != wanted[0].dtype:  # bytes: members of several dtypes
+    if any(member.dtype != flat.dtype for member in wanted):
         return _gather_copy_out(flat, members, world_size)
     full = [flat.new_empty(member.size) for member in wanted]
     if not _fused(full, flat.dtype):
@@ -164,11 +166,11 @@ def _fake_gather_copy_out(flat: Tensor, members: str, world_size: int) -> list[T
 
 def _check_flat(flat: Tensor, members: str, world_size: int) -> tuple[tuple[Whole, ...], Layout]:
     wanted, layout, wire, numel = _gathered(members, world_size)
-    if flat.dtype != wire or flat.shape != (numel,):
+    if flat.dtype != wire or flat.shape != (numel,) or not flat.is_contiguous():
         got = f"{str(flat.dtype)[6:]} {tuple(flat.shape)}"
         want = f"{str(wire)[6:]} {(numel,)}, of {members} over {world_size} ranks"
-        _check(False, "gather_copy_out: flat", got, want)
-    _check_place(flat, flat, "gather_copy_out: flat")
+        _check(flat.dtype == wire and flat.shape == (numel,), "gather_copy_out: flat", got, want)
+        _check_place(flat, flat, "gather_copy_out: flat")
     return wanted, layout
 
 
@@ -242,12 +244,10 @@ def _check_grads(
 ) -> Layout:
     multiplier, divisor = scale
     scales = dtype.is_floating_point or scale == (None, None)
-    if not (scales and len(grads) == len(dims) > 0 and world_size > 0 and (multiplier is None or divisor is None)):
-        _check(scales, "reduce_copy_in: dtype", f"{dtype} with a factor", "a floating-point one")
-        got = f"{len(dims)} for {len(grads)} gradients"
-        _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", got, "one each")
-        _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
-        _check(False, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")
+    _check(scales, "reduce_copy_in: dtype", f"{dtype} with a factor", "a floating-point one")
+    _check(len(grads) == len(dims) > 0, "reduce_copy_in: dims", f"{len(dims)} for {len(grads)} gradients", "one each")
+    _check(world_size > 0, "reduce_copy_in: world_size", str(world_size), "at least 1")
+    _check(multiplier is None or divisor is None, "reduce_copy_in: divisor", f"{divisor} beside a multiplier", "one")
     device = grads[0].device
     for k, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
         if not 0 <= dim < grad.dim() or grad.device != device:
@@ -260,20 +260,17 @@ def _check_grads(
 
 
 def _check(right: bool, where: str, got: str, want: str) -> None:
-    # Where a call runs in each step, what is checked is looked at before texts are made of it.
     if not right:
         raise ValueError(f"graphshard::{where}: got {got}, want {want}")
 
 
 def _check_device(tensor: Tensor, first: Tensor, where: str) -> None:
-    if tensor.device != first.device:
-        _check(False, where, f"a tensor on {tensor.device}", f"one on {first.device}, as the first")
+    _check(tensor.device == first.device, where, f"a tensor on {tensor.device}", f"one on {first.device}, as the first")
 
 
 def _check_place(tensor: Tensor, first: Tensor, where: str) -> None:
     _check_device(tensor, first, where)
-    if not tensor.is_contiguous():
-        _check(False, where, f"strides {tensor.stride()}", "a contiguous tensor")
+    _check(tensor.is_contiguous(), where, f"strides {tensor.stride()}", "a contiguous tensor")
 
 
 # -- which of the two

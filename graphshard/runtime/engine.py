@@ -259,7 +259,7 @@ class Engine:
 
     def _await_optimizer(self) -> None:
         """Nothing reads a parameter before the event that stands for the optimizer."""
-        if self._optimizer_event is not None and self.units[0].device.type != "cpu":
+        if self._optimizer_event is not None and self.units and self.units[0].device.type != "cpu":
             torch.accelerator.current_stream().wait_event(self._optimizer_event)
             self._optimizer_event = None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphshard.compat.body_strides import StridesUnknown
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.graph.ir import PassContext
 from graphshard.graph.stretches import Stretch, cut, looks_up_seed, undivided
@@ -182,6 +183,17 @@ def test_bodies_are_shared_between_programs_but_for_symbols_of_other_captures() 
     assert len(compiled(Bodies(), traced("symbolic"), traced("symbolic"))) == 2
     bodies = Bodies()
     assert len(compiled(bodies, traced("fake"))) == len(compiled(bodies, traced("fake"), is_backward=True)) == 1
+
+
+def test_program_with_strides_that_depend_on_sizes_is_compiled_whole_and_said() -> None:
+    gm, said = traced("fake"), list[str]()
+    with (
+        mock.patch("graphshard.lowering.bodies.compile_body", side_effect=StridesUnknown),
+        mock.patch("graphshard.lowering.bodies.compile_graph_inductor") as whole,
+    ):
+        run = Bodies().compile_program(gm, (), {}, said.append)
+    assert run is whole.return_value
+    assert ["strides that depend on dynamic sizes" in line for line in said] == [True]
 
 
 def sharing_a_constant(x: Tensor, weights: list[Tensor]) -> Tensor:

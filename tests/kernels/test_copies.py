@@ -159,3 +159,13 @@ def test_bad_arguments_are_refused_before_a_launch(what: str) -> None:
     call, message = BAD[what]
     with pytest.raises((ValueError, RuntimeError), match=message):
         call(torch.ops.graphshard)
+
+
+def test_bytes_before_another_dtype_are_copied_out_as_what_they_are() -> None:
+    wanted = [ops.Whole((4, 3), 0, torch.uint8), ops.Whole((5,), 0, torch.bfloat16)]
+    members = ",".join(map(str, wanted))
+    flat = values(2 * (2 * 3 + 3 * 2), torch.uint8, 1)
+    for got, want in zip(
+        ops._gather_copy_out_fused(flat, members, 2), ops._gather_copy_out(flat, members, 2), strict=True
+    ):
+        assert same_bits(got, want)
