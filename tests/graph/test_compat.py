@@ -258,16 +258,16 @@ def test_backward_overwrites_nothing_that_forward_saves() -> None:
 def test_body_gives_the_strides_of_its_graph() -> None:
     new = random.random()  # nothing in Inductor's cache
 
-    def body(x: Tensor) -> tuple[Tensor, ...]:
-        y = x.sin() * new
-        return y[:, :3], y.permute(1, 0)[2:], y.sum(1, keepdim=True).expand(4, 5), y
+    def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.permute(0, 2, 1).sin() * new
+        return y[:, :, :64], torch.bmm(y, weight)  # which has y in another order: of its slice a copy is made
 
-    gm = make_fx(body, tracing_mode="fake")(torch.ones(4, 8))
-    value = next(iter(gm.graph.nodes)).meta["val"]
-    with tracing(TracingContext(value.fake_mode)):
-        run = compile_body(gm, [value], {"is_backward": False})
-    x = torch.rand(4, 8)
-    for got, want in zip(run([x]), body(x), strict=True):
+    gm = make_fx(body, tracing_mode="fake")(torch.ones(2, 80, 12), torch.ones(2, 80, 5))
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with tracing(TracingContext(values[0].fake_mode)):
+        run = compile_body(gm, values, {"is_backward": False})
+    x, weight = torch.rand(2, 80, 12), torch.rand(2, 80, 5)
+    for got, want in zip(run([x, weight]), body(x, weight), strict=True):
         assert got.stride() == want.stride()
         torch.testing.assert_close(got, want)
 
