@@ -19,7 +19,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
-from graphshard.compat.body_strides import StridesUnknown, other_strides
+from graphshard.compat.body_strides import InStrides, StridesUnknown, other_strides
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.dynamo_frames import frames_seen_by, guards_of
@@ -270,6 +270,13 @@ def test_body_gives_the_strides_of_its_graph() -> None:
     for got, want in zip(run([x, weight]), body(x, weight), strict=True):
         assert got.stride() == want.stride()
         torch.testing.assert_close(got, want)
+
+
+def test_expanded_result_is_expanded_again() -> None:
+    want = torch.rand(4, 1).expand(4, 5)
+    (got,) = InStrides(lambda args: [args.pop().contiguous()], {0: want.stride()})([want])
+    assert got.stride() == want.stride()
+    assert torch.equal(got, want)
 
 
 def test_strides_that_depend_on_sizes_are_no_bodys() -> None:
