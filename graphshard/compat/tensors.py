@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 K = TypeVar("K", bound=Hashable)
 # Of a tensor: shape, strides, offset; numbers and symbolic expressions.
@@ -97,6 +97,11 @@ def moved_tensors(values: Any, device: torch.device) -> Any:
         return value if value.device == device else value.to(device, non_blocking=not value.is_pinned())
 
     return tree_map_only(Tensor, moved, values)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in any containers."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def version(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +76,7 @@ class ShardedParam:
         dim: int = self._raw.fsdp_placement.dim
         return dim
 
-    @property
+    @cached_property
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Every (module, name) that the parameter is registered under: more than one when it is tied."""
         place = self._raw._module_info
@@ -88,8 +89,8 @@ class ShardedParam:
 
     def register(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` in the place of this one, as FSDP2's engine registers the gathered parameter."""
-        for registered, name in self.places:
-            registered[name] = parameter
+        for module, name in self.owners:
+            module._parameters[name] = parameter
 
     @property
     def param_dtype(self) -> torch.dtype:

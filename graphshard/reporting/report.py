@@ -136,6 +136,7 @@ class Report:
     Attributes:
         programs: every program lowered so far.
         regions: number of regions that Dynamo captured.
+        one_calls: graphs besides them that are one call of torch's without parameters: they run as they are.
         eager_unshards: FQN -> reads outside any graph; the parameter's whole unit is gathered then.
         eager_reductions: FQN -> gradients of such reads; they are reduced with the rest of the unit.
         fallbacks: one line for each thing that is not compiled or that is ignored, by name.
@@ -149,6 +150,7 @@ class Report:
 
     programs: list[ProgramRecord] = field(default_factory=list)
     regions: int = 0
+    one_calls: int = 0
     eager_unshards: Counter[str] = field(default_factory=Counter)
     eager_reductions: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)
@@ -193,6 +195,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.regions} regions, {len(self.programs)} programs"]
+        if self.one_calls:
+            lines[0] += f"; {self.one_calls} graphs of one call without parameters run as they are"
         if self.traced_once[0]:
             lines[0] += "; of {} equal blocks {} traced".format(*self.traced_once)
         if self.twins:

@@ -28,19 +28,17 @@ from graphshard.compat.inductor import (
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.compat.running_trace import traced_code
-from graphshard.errors import ModelDeleted, UnsupportedModel
+from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
-from graphshard.graph.extensions import EXTENDED
-from graphshard.graph.ir import is_call, unshards
 from graphshard.graph.saved_values import save_before_writes
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.traced_blocks import compile_traced_once
 from graphshard.lowering.twins import with_arguments, without_twins
-from graphshard.reporting.report import ProgramRecord
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.runtime.uncompiled import as_it_is, gathering_one_by_one, is_one_call
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
 
@@ -107,6 +105,8 @@ def make_backend(
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
         _check_writes(runtime, gm, inputs, fullgraph)
+        if is_one_call(gm):
+            return as_it_is(runtime, gm)
         broken = ends_in_graph_break(gm)
         arguments = None
         if (expanded := without_twins(gm, inputs, runtime.twins, runtime.context.report, broken)) is not None:
@@ -118,7 +118,7 @@ def make_backend(
         log.info("graphshard: %s: captured, %d nodes%s", title, len(gm.graph.nodes), ", up to a graph break" * broken)
         driver.run_captured_passes(gm, f"{title}.captured", note)
         if name == "eager":
-            return with_arguments(_uncompiled(runtime, number, gm), arguments)
+            return with_arguments(gathering_one_by_one(runtime, number, gm), arguments)
         captured = region.Region(
             runtime,
             number,
@@ -178,10 +178,6 @@ def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any],
     without_marks(gm)
 
 
-def _already_extended(leaf: Tensor, spec: str, full: Tensor, *described: object) -> Tensor:
-    return full
-
-
 def _shard_positions(runtime: ModelRuntime, inputs: Sequence[Any]) -> dict[int, Shard]:
     leaves = {id(shard.leaf): shard for shard in runtime.holdings.shards}
     return {i: leaves[id(value)] for i, value in enumerate(inputs) if id(value) in leaves}
@@ -191,31 +187,3 @@ def _input_grads(runtime: ModelRuntime, inputs: Sequence[Any]) -> int:
     """How many inputs besides shards need a gradient."""
     leaves = {id(shard.leaf) for shard in runtime.holdings.shards}
     return sum(isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves for value in inputs)
-
-
-def _uncompiled(runtime: ModelRuntime, number: int, gm: GraphModule) -> Callable[..., Any]:
-    """Lets a captured graph run as it is; its markers, those of checkpoint regions too, read them one by one.
-
-    They are counted in two records, one run for each gather and each reduction.
-    """
-    runtime_of = weakref.ref(runtime)
-    forward = ProgramRecord(number, "forward", "default", {"all_gather": 1}, 0.0, 0.0)
-    backward = ProgramRecord(number, "backward", "default", {"reduce_scatter": 1}, 0.0, 0.0)
-
-    def gather(leaf: Tensor, spec: str, wire: Tensor | None = None) -> Tensor:
-        runtime = runtime_of()
-        if runtime is None:
-            raise ModelDeleted("a gather")
-        return runtime.outside.read_in_graph(leaf, forward, backward)
-
-    for graph_module in gm.modules():
-        if isinstance(graph_module, GraphModule) and (markers := unshards(graph_module.graph)):
-            for marker in markers:
-                marker.target = gather
-                for user in marker.users:
-                    if is_call(user, EXTENDED):  # what is read is as modules see it
-                        user.target = _already_extended
-            graph_module.recompile()
-            if forward not in runtime.context.report.programs:
-                runtime.context.report.programs += [forward, backward]
-    return gm

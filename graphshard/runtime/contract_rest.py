@@ -7,7 +7,6 @@ import torch
 from graphshard.following.part_programs import PartPrograms
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
-from graphshard.state.binding import Binding
 from graphshard.state.shards import Shard
 
 
@@ -28,7 +27,7 @@ class Rest:
     def bring(self, shard: Shard) -> bool:
         """Gathers what is read outside any graph, if this forward follows a contract; returns whether it does."""
         follower = self._runtime.follower
-        followed = follower.of_forward(follower.mode, Binding((shard,)), "", broken=True)
+        followed = follower.of_forward(follower.mode, self._runtime.holdings.shards.alone(shard), "", broken=True)
         if followed is not None:
             self._parts.bring(followed, shard)
         return followed is not None

@@ -37,6 +37,7 @@ from graphshard.runtime.entry_points import EntryPoints, Options
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
+from graphshard.runtime.read_memory import ReadMemory
 from graphshard.runtime.running_backward import RunningBackward
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
@@ -81,8 +82,11 @@ class Engine:
         self.backward = RunningBackward(self.holdings.reductions, self.holdings.calls)
         by_unit, has_contracts = options.regions == "unit", options.backend != "eager" and planning is not None
         self._follower = Follower(context, self.holdings, has_contracts and not by_unit, has_contracts)
-        self._outside = OutsideReads(self._programs, self.holdings, self.backward.runs, self._follower, context.report)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
+        memory = ReadMemory(self._gather_in_backward)
+        self._outside = OutsideReads(
+            self._programs, self.holdings, self.backward.runs, self._follower, memory, context.report
+        )
         self._unit_modules = fsdp2.unit_modules(model)
         blocks = candidates(self._unit_modules) if (asked := env.traces_twins()) is not False else []
         if blocks and by_unit:
@@ -206,7 +210,9 @@ class Engine:
             with marked_classes.tracing(), self._prefetch.orders.forward(), self._unit_as_in_forward(module):
                 result = self._entries.call(module, method, args, kwargs)
                 self._rest.finish_forward()
-                return result
+            self.holdings.end_forward()
+            self._outside.end(self.units, result)
+            return result
         except BaseException:
             self._forget_forward()
             raise
@@ -250,12 +256,20 @@ class Engine:
     ) -> Any:
         """A call inside the running forward, outside any graph."""
         self.holdings.forward.nested = True
+        units = self.shards.units_of(module)
         try:
-            return self._entries.call(module, method, args, kwargs)
+            result = self._entries.call(module, method, args, kwargs)
         finally:
-            for unit in self.shards.units_of(module):
+            for unit in units:
                 if self._follower.may_end(unit):
                     self.holdings.end_module(unit, module)
+        self._outside.end(units, result)
+        return result
+
+    def _gather_in_backward(self, units: frozenset[fsdp2.Unit]) -> None:
+        """For code around graphs."""
+        self.backward.runs()
+        self._prefetch.gather_in_backward(units)
 
     def _await_optimizer(self) -> None:
         """Nothing reads a parameter before the event that stands for the optimizer."""

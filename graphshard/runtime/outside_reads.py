@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphshard.following.follower import Follower
+from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import ProgramRecord, Report
+from graphshard.runtime.read_memory import ReadMemory
 from graphshard.state.calls import Call
 from graphshard.state.holdings import Holdings
 from graphshard.state.shards import Shard
@@ -24,6 +26,7 @@ class OutsideReads:
         holdings: of the model.
         backward_runs: is called by each backward.
         follower: knows what other ranks do meanwhile.
+        memory: of what is read.
         report: of the model.
 
     Attributes:
@@ -37,12 +40,14 @@ class OutsideReads:
         holdings: Holdings,
         backward_runs: Callable[[], None],
         follower: Follower,
+        memory: ReadMemory,
         report: Report,
     ) -> None:
         self._programs = programs
         self._holdings = holdings
         self._backward_runs = backward_runs
         self._follower = follower
+        self._memory = memory
         self._report = report
         self.served: set[Shard] = set()
         self._gathered: dict[tuple[int, bool], Tensor] = {}
@@ -51,9 +56,24 @@ class OutsideReads:
     def clear(self) -> None:
         """Frees what was gathered: the forward has ended."""
         self._gathered.clear()
+        self._memory.forget()
+
+    def end(self, units: Iterable[Unit], result: Any) -> None:
+        """The forward of `units` has ended, and returned `result`: nothing reads those that are sharded again."""
+        if not self._gathered:
+            return
+        for unit in units:
+            for shard in self._holdings.shards.of(unit):
+                if shard.full is None:
+                    for enabled in (True, False):
+                        self._gathered.pop((id(shard), enabled), None)
+        self._memory.empty(units, result)
 
     def read(self, shard: Shard) -> Tensor:
         """One parameter, full size, in the middle of a forward that no graph covers."""
+        again = self._gathered.get((id(shard), torch.is_grad_enabled()))
+        if again is not None and shard.full is not None and self._follower.forward is None:
+            return again
         self._touch(shard)
         self.served.add(shard)
         sends = shard.full is None
@@ -93,7 +113,14 @@ class OutsideReads:
             full = gathered
             if self._holdings.forward.runs:  # when a checkpoint is recomputed in backward, nothing would free it
                 self._gathered[key] = full
+                if forward is None and self._may_be_emptied():
+                    self._memory.hand_out(shard, full)
         return full
+
+    def _may_be_emptied(self) -> bool:
+        """Whether what is read now is gathered again in backward, and not for a backward that runs."""
+        in_backward = self._holdings.forward.in_backward
+        return torch.is_grad_enabled() and not in_backward and self._follower.forward is None
 
     def run_forward(self, shard: Shard, record: ProgramRecord | None) -> Tensor:
         """Gathers, or takes what stays gathered."""

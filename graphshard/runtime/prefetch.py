@@ -53,6 +53,7 @@ class Prefetch:
         self._holdings = holdings
         self._every = every
         self._step: RunningPass[Wanted] | None = None
+        self._brought: set[Unit] = set()
         self.orders = RegionOrders(context, holdings)
 
     # -- before a program runs
@@ -76,6 +77,7 @@ class Prefetch:
             run: makes what there is to plan of `graph` with other regions.
         """
         if binding.units:
+            self._brought.clear()
             stays, running = self._stays_behind_forward, self.orders.of_forward()
             self._before(running, "forward", graph, binding, split, is_part, run, stays)
 
@@ -104,6 +106,13 @@ class Prefetch:
         self._step = running
         self._before(running, "backward", graph, binding, split, asked.is_part, run, _stays_behind_backward)
 
+    def gather_in_backward(self, units: frozenset[Unit]) -> None:
+        """Gathers units as a whole for code around graphs, in whose backward it comes before that of a region which
+        uses them: for the order of regions, that has asked for them.
+        """
+        self._brought.update(unit for unit in units if any(map(is_missing, self._holdings.shards.of(unit))))
+        self._holdings.gathers.gather_whole(units)
+
     def _stays_behind_forward(self, unit: Unit) -> bool:
         return self._holdings.residency.behind_forward(unit) == KEEP
 
@@ -124,8 +133,11 @@ class Prefetch:
         wanted = self._wanted(graph, binding, split, came)
         followed: Followed | None = None
         if running is not None:
+            brought = [unit for unit in binding.units if unit in self._brought]
+            self._brought.difference_update(brought)
+            asked = [*wanted, *(Wanted(unit, self._holdings.shards.of(unit), True) for unit in brought)]
             names = tuple(unit.name for unit in self._holdings.shards.in_order(binding.unit_set))
-            followed = self.orders.follow(running, PassStep(direction, names), wanted, run)
+            followed = self.orders.follow(running, PassStep(direction, names), asked, run)
         for found in () if followed is None else followed.gathers():
             gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
         for unit, shards, whole in wanted:

@@ -63,8 +63,9 @@ class ProgramRunner:
         results = self._run(program, binding, args, extra)
         for slot, position in kept_from_us:
             grad, results[position] = results[position], None
-            _take(shards[slot], grad, (slot, position), convention, not shared.isdisjoint(_storages([grad])))
-            shared |= _storages([grad])
+            at = grad.untyped_storage().data_ptr()
+            _take(shards[slot], grad, (slot, position), convention, at in shared)
+            shared.add(at)
             self.holdings.shards.active.add(shards[slot].unit)
         return results
 

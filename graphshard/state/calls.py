@@ -161,10 +161,10 @@ class Calls:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
         node = compiled_function_node(outputs)
-        begun = self._local.__dict__.pop("begun", None) or (Binding(()), Entry(), None, False)
+        begun = self._local.__dict__.pop("begun", None)
         if node is not None:
             numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
-            binding, entry, role, is_part = begun
+            binding, entry, role, is_part = begun or (Binding(()), Entry(), None, False)
             call = Call(binding, entry, role, node, is_part)
             self._live.add(call)
             node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))

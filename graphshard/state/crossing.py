@@ -52,6 +52,7 @@ class UnitGather:
         crossing: of theirs, and perhaps of other units gathered with them.
 
     Attributes:
+        written: how often each parameter was written at the launch.
         stays: whether what arrives stays until it is resharded, and is registered; else it is for one program.
         ahead: whether a region before the one that needs it has launched it.
     """
@@ -61,7 +62,7 @@ class UnitGather:
         self.stays = True
         self.ahead = False
         self._crossing = crossing
-        self._written = [shard.written() for shard in shards]
+        self.written = [shard.written() for shard in shards]
 
     def wait(self) -> Sequence[Tensor]:
         """The gathered parameters, once."""
@@ -73,7 +74,7 @@ class UnitGather:
 
     def is_outdated(self) -> bool:
         """Whether a parameter was written since the launch."""
-        return any(shard.written() != seen for shard, seen in zip(self.shards, self._written, strict=True))
+        return any(shard.written() != seen for shard, seen in zip(self.shards, self.written, strict=True))
 
 
 class UnitReduction:
@@ -82,12 +83,13 @@ class UnitReduction:
     Args:
         shards: of the gradients.
         crossing: of theirs.
+        all_reduced: whether each is reduced over its copies, too.
     """
 
-    def __init__(self, shards: Sequence[Shard], crossing: Crossing) -> None:
+    def __init__(self, shards: Sequence[Shard], crossing: Crossing, all_reduced: Sequence[bool]) -> None:
         self._shards = shards
         self._crossing = crossing
-        self._all_reduced = [shard.unit.settings().all_reduce for shard in shards]
+        self._all_reduced = all_reduced
 
     def wait(self) -> None:
         """Puts the reduced gradients on the parameters; partial ones stay with the shards."""

@@ -162,6 +162,10 @@ class ShardTable:
         """The shard of a leaf, or of what shares its memory."""
         return self._at[address(leaf)]
 
+    def alone(self, shard: Shard) -> Binding:
+        """One shard, as a read outside any graph brings it."""
+        return self.bind(-1, "read", (shard.leaf,))
+
     def bind(self, region: int, direction: str, leaves: Iterable[Tensor]) -> Binding:
         """The shards that a call of a region brings. `leaves`: in slot order."""
         addresses = tuple(address(leaf) for leaf in leaves)

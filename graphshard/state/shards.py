@@ -38,6 +38,7 @@ class Shard:
             full size, in the gradient's dtype; or None.
         grad_came: is called when user code's use of the gathered parameter brings a gradient, which is pending then.
         partial: gradient `[N]` reduced over the shards but not over their copies, in the reduce dtype; or None.
+        is_whole: whether the shard is the gathered parameter: no other shards, no cast, no other device.
     """
 
     def __init__(self, param: ShardedParam, unit: Unit, fqn: str, index: int, report: Report) -> None:
@@ -54,7 +55,8 @@ class Shard:
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
-        self._watched: nn.Parameter | None = None  # the last of them that takes gradients
+        # The last of them that takes gradients; weakly: its memory is that of what was gathered.
+        self._watched: weakref.ref[nn.Parameter] | None = None
         self.grad_came: Callable[[Shard], None] = lambda shard: None
         self._layout = param.layout
         self._source = param.flat_shard
@@ -62,8 +64,11 @@ class Shard:
         self.leaf = self._make_leaf()
 
     def _make_leaf(self) -> Tensor:
-        self._source, self._whole = self.param.flat_shard, None
-        trainable = self.param.parameter.requires_grad
+        param = self.param
+        self._source, self._whole = param.flat_shard, None
+        casts = param.param_dtype != self._source.dtype or bool(param.offloaded_from) or self.extension is not None
+        self.is_whole = self.unit.world_size == 1 and not casts
+        trainable = param.parameter.requires_grad
         if self.extension is not None:  # nothing reads its values
             one = torch.empty(1, dtype=self._source.dtype, device=self._source.device)
             leaf = one.expand(self._source.numel())
@@ -171,26 +176,21 @@ class Shard:
 
     # -- gathered values that stay
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the shard is the gathered parameter: no other shards, no cast, no other device."""
-        param = self.param
-        casts = param.param_dtype != self.leaf.dtype or bool(param.offloaded_from) or self.extension is not None
-        return self.unit.world_size == 1 and not casts
-
     def as_seen(self, full: Tensor) -> Tensor:
         """What modules see of a gathered value, but for tensor parallelism."""
         own = self.extension
         return full if own is None else own.whole(full)
 
-    def stay(self, full: Tensor) -> None:
-        """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter."""
-        self.keep(full)
+    def stay(self, full: Tensor, written: tuple[int, int] | None = None) -> None:
+        """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter.
+        `written`: how often that was written when it was gathered; None: as it is now.
+        """
+        self.keep(full, written)
         self._register(self.param.as_registered(self.as_seen(full)))
 
-    def keep(self, full: Tensor) -> None:
+    def keep(self, full: Tensor, written: tuple[int, int] | None = None) -> None:
         """Keeps a gathered value for the next program, unregistered: it is for that program alone."""
-        self.full, self.post_forward, self._versions = full, None, self.written()
+        self.full, self.post_forward, self._versions = full, None, written or self.written()
 
     @property
     def is_for_one_program(self) -> bool:
@@ -228,8 +228,9 @@ class Shard:
             self.param.register(self.param.parameter)
 
     def _register(self, parameter: nn.Parameter) -> None:
-        if parameter.requires_grad and parameter is not self._registered and parameter is not self._watched:
-            self._watched = parameter
+        watched = None if self._watched is None else self._watched()
+        if parameter.requires_grad and parameter is not self._registered and parameter is not watched:
+            self._watched = weakref.ref(parameter)
             parameter.register_post_accumulate_grad_hook(_taking(self))  # type: ignore[no-untyped-call]
         self._registered = parameter
         self.param.register(parameter)

@@ -48,12 +48,13 @@ class UnitGathers:
             if (found := self._under_way.pop(unit, None)) is not None:
                 arrived = found.wait()
                 if found.ahead and (unit in self.handed_out or found.is_outdated()):  # user code may have written it
-                    arrived = self._programs.launch_gather(found.shards).wait()
-                for shard, full in zip(found.shards, arrived, strict=True):
+                    again = self._programs.launch_gather(found.shards)
+                    arrived, found.written = again.wait(), again.written
+                for shard, full, written in zip(found.shards, arrived, found.written, strict=True):
                     if found.stays:
-                        shard.stay(full)
+                        shard.stay(full, written)
                     else:
-                        shard.keep(full)
+                        shard.keep(full, written)
             self._shards.active.add(unit)
 
     def finish_used(self, units: Sequence[Unit]) -> None:

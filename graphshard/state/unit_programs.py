@@ -105,7 +105,8 @@ class UnitPrograms:
         (record or program.record).runs += 1
         for shard in shards:
             shard.drop_grads()
-        return UnitReduction(shards, self._launch(program, args, shards))
+        all_reduced = [state.settings.all_reduce for own, state in zip(units, states, strict=True) for _ in own]
+        return UnitReduction(shards, self._launch(program, args, shards), all_reduced)
 
     def reduce(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> None:
         """The same of one unit, awaited."""

@@ -1,0 +1,82 @@
+"""Memory of parameters that were read outside any graph: autograd keeps these until backward.
+
+So it is emptied when the forward of their unit ends, and filled again when a gradient comes to what that returned: for
+autograd they are the same tensors. Source: FSDP2 resizes the storage of its parameters, at the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from graphshard.compat.tensors import tensors_in
+from graphshard.fsdp2 import Unit
+from graphshard.state.shards import Shard
+
+
+class HandedOut(NamedTuple):
+    """A parameter, full size, as code around graphs has it. Weakly: autograd says how long it is needed."""
+
+    shard: Shard
+    tensor: TensorWeakRef
+    num_bytes: int
+
+
+class ReadMemory:
+    """The memory of what the running forward has handed out.
+
+    Args:
+        gather: gathers units in backward.
+    """
+
+    def __init__(self, gather: Callable[[frozenset[Unit]], None]) -> None:
+        self._gather = gather
+        self._handed: dict[Unit, list[HandedOut]] = {}
+
+    def hand_out(self, shard: Shard, full: Tensor) -> None:
+        """Code around graphs gets `full`. It can be emptied if it is all of its memory, and no shard of this rank's."""
+        memory = full.untyped_storage()
+        if shard.unit.world_size > 1 and type(full) is Tensor and memory.nbytes() == full.nbytes:
+            handed = HandedOut(shard, TensorWeakRef(full), full.nbytes)
+            self._handed.setdefault(shard.unit, []).append(handed)
+
+    def forget(self) -> None:
+        """The forward has ended: what is left stays as it is."""
+        self._handed.clear()
+
+    def empty(self, units: Iterable[Unit], result: Any) -> None:
+        """The forward of `units` has ended, and returned `result`: empties what was handed out of those that are
+        sharded again, if there is a gradient to wait for.
+        """
+        ended = [unit for unit in units if unit in self._handed and self._handed[unit][0].shard.full is None]
+        handed = [found for unit in ended for found in self._handed.pop(unit)]
+        outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad] if handed else []
+        if not outputs:
+            return
+        for found in handed:
+            if (tensor := found.tensor()) is not None:
+                tensor.untyped_storage().resize_(0)
+
+        def fill(_: Tensor) -> None:
+            self._fill(handed)
+
+        for output in outputs:
+            output.register_hook(fill)  # type: ignore[no-untyped-call]
+
+    def _fill(self, handed: list[HandedOut]) -> None:
+        self._gather(frozenset(found.shard.unit for found in handed))
+        for found in handed:
+            tensor, shard = found.tensor(), found.shard
+            if tensor is None or shard.full is None:
+                continue
+            memory, gathered = tensor.untyped_storage(), shard.as_seen(shard.full)
+            if memory.data_ptr() == gathered.untyped_storage().data_ptr():
+                continue
+            memory.resize_(found.num_bytes)
+            alias = tensor.data  # counts its own writes
+            alias.copy_(gathered)
+            if gathered is shard.full:  # of which one copy is enough
+                shard.stay(alias)
