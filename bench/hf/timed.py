@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from bench.harness.compiler import start_compiler
 from bench.harness.printing import say_progress
 from bench.harness.processes import Ranks
 from bench.hf.compared import Asked, loss_of
+from graphshard.testing.allocations import allocated_by
 
 FSDP2, COMPILED, GRAPHSHARD = "fsdp2", "fsdp2+compile", "graphshard"
 TIMED = (FSDP2, COMPILED, GRAPHSHARD)
@@ -68,17 +66,7 @@ class ClassTimer:
 
     def peak_bytes(self) -> int:
         """Most bytes that torch's allocator gave out in a step and had not got back, beside what it held before."""
-        with torch.profiler.profile(profile_memory=True) as profiler:
-            self._step()
-        held = most = 0
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "step.json")
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-            held += event["args"]["Bytes"]
-            most = max(most, held)
-        return most
+        return allocated_by(self._step).peak
 
     def _step(self) -> float:
         _, batch = self._asked.inputs(self._steps, dist.get_rank())

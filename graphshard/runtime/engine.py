@@ -83,9 +83,9 @@ class Engine:
         by_unit, has_contracts = options.regions == "unit", options.backend != "eager" and planning is not None
         self._follower = Follower(context, self.holdings, has_contracts and not by_unit, has_contracts)
         self._prefetch = Prefetch(context, self.holdings, by_unit)
-        memory = ReadMemory(self._gather_in_backward)
+        self._memory = ReadMemory(self.holdings, self._gather_in_backward)
         self._outside = OutsideReads(
-            self._programs, self.holdings, self.backward.runs, self._follower, memory, context.report
+            self._programs, self.holdings, self.backward.runs, self._follower, self._memory, context.report
         )
         self._unit_modules = fsdp2.unit_modules(model)
         blocks = candidates(self._unit_modules) if (asked := env.traces_twins()) is not False else []
@@ -110,7 +110,7 @@ class Engine:
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         self.shards.grad_came = self.backward.runs
-        self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held
+        self.backward.begin, self.backward.end = self._eager.take_held, self._end_backward
         self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()
         _engines[context.name] = self
@@ -265,6 +265,10 @@ class Engine:
                     self.holdings.end_module(unit, module)
         self._outside.end(units, result)
         return result
+
+    def _end_backward(self) -> None:
+        self._memory.end_backward()
+        self._eager.hand_held()
 
     def _gather_in_backward(self, units: frozenset[fsdp2.Unit]) -> None:
         """For code around graphs."""

@@ -67,7 +67,7 @@ class OutsideReads:
                 if shard.full is None:
                     for enabled in (True, False):
                         self._gathered.pop((id(shard), enabled), None)
-        self._memory.empty(units, result)
+        self._memory.end_forward(units, result)
 
     def read(self, shard: Shard) -> Tensor:
         """One parameter, full size, in the middle of a forward that no graph covers."""
@@ -136,6 +136,7 @@ class OutsideReads:
             self._follower.outside_backward(call)
         shard.hold(grad, shared=True)
         self._holdings.shards.active.add(shard.unit)
+        self._memory.gradient_came(shard)
         if record is None:
             shard.report.eager_reductions[shard.fqn] += 1  # at the end of this backward, with the rest of its unit
         elif shard.unit.reduce_grads and not shard.unit.reduce_unused:

@@ -1,7 +1,8 @@
-"""Memory of parameters that were read outside any graph: autograd keeps these until backward.
+"""Memory of parameters that were read outside any graph: autograd keeps these until backward, modules perhaps longer.
 
-So it is emptied when the forward of their unit ends, and filled again when a gradient comes to what that returned: for
-autograd they are the same tensors. Source: FSDP2 resizes the storage of its parameters, at the same times.
+So it is emptied when the forward of their unit ends, filled again when a gradient comes to what that returned, and
+emptied when they have theirs: they are the same tensors all the while. Source: FSDP2 resizes the storage of its
+parameters, at the same times.
 """
 
 from __future__ import annotations
@@ -14,27 +15,41 @@ from torch.utils.weak import TensorWeakRef
 
 from graphshard.compat.tensors import tensors_in
 from graphshard.fsdp2 import Unit
+from graphshard.state.holdings import Holdings
 from graphshard.state.shards import Shard
 
 
 class HandedOut(NamedTuple):
-    """A parameter, full size, as code around graphs has it. Weakly: autograd says how long it is needed."""
+    """A parameter, full size, as code around graphs has it. Weakly: others say how long it is needed."""
 
     shard: Shard
     tensor: TensorWeakRef
     num_bytes: int
 
 
+class _Filled:
+    """What one call of a unit has read, filled for its backward; `left`: those that still wait for their gradient."""
+
+    def __init__(self, handed: list[HandedOut]) -> None:
+        self.handed = handed
+        self.left = [
+            found.shard for found in handed if (full := found.tensor()) is not None and full.grad_fn is not None
+        ]
+
+
 class ReadMemory:
-    """The memory of what the running forward has handed out.
+    """The memory of what forwards have handed out.
 
     Args:
+        holdings: of the model.
         gather: gathers units in backward.
     """
 
-    def __init__(self, gather: Callable[[frozenset[Unit]], None]) -> None:
+    def __init__(self, holdings: Holdings, gather: Callable[[frozenset[Unit]], None]) -> None:
+        self._holdings = holdings
         self._gather = gather
-        self._handed: dict[Unit, list[HandedOut]] = {}
+        self._handed: dict[Unit, list[HandedOut]] = {}  # by the running forward
+        self._filled: list[_Filled] = []  # in the running backward
 
     def hand_out(self, shard: Shard, full: Tensor) -> None:
         """Code around graphs gets `full`. It can be emptied if it is all of its memory, and no shard of this rank's."""
@@ -47,7 +62,7 @@ class ReadMemory:
         """The forward has ended: what is left stays as it is."""
         self._handed.clear()
 
-    def empty(self, units: Iterable[Unit], result: Any) -> None:
+    def end_forward(self, units: Iterable[Unit], result: Any) -> None:
         """The forward of `units` has ended, and returned `result`: empties what was handed out of those that are
         sharded again, if there is a gradient to wait for.
         """
@@ -56,9 +71,7 @@ class ReadMemory:
         outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad] if handed else []
         if not outputs:
             return
-        for found in handed:
-            if (tensor := found.tensor()) is not None:
-                tensor.untyped_storage().resize_(0)
+        _empty(handed)
 
         def fill(_: Tensor) -> None:
             self._fill(handed)
@@ -68,6 +81,8 @@ class ReadMemory:
 
     def _fill(self, handed: list[HandedOut]) -> None:
         self._gather(frozenset(found.shard.unit for found in handed))
+        if any(filled.handed is handed for filled in self._filled):  # for another output
+            return
         for found in handed:
             tensor, shard = found.tensor(), found.shard
             if tensor is None or shard.full is None:
@@ -80,3 +95,29 @@ class ReadMemory:
             alias.copy_(gathered)
             if gathered is shard.full:  # of which one copy is enough
                 shard.stay(alias)
+        self._filled.append(_Filled(handed))
+
+    def gradient_came(self, shard: Shard) -> None:
+        """A parameter that was read has its gradient: nothing needs it any more in the backward of that call."""
+        filled = next((filled for filled in self._filled if shard in filled.left), None)
+        if filled is None:
+            return
+        filled.left.remove(shard)
+        if filled.left:
+            return
+        for unit in {found.shard.unit for found in filled.handed}:
+            calls = self._holdings.calls.sharing([unit])
+            if unit.reshard_after_backward and not any(call.follows() for call in calls):
+                self._holdings.gathers.reshard([unit])
+        _empty(found for found in filled.handed if found.shard.full is None)
+
+    def end_backward(self) -> None:
+        """A backward has ended: empties what has got no gradient; another one may come for it."""
+        ended, self._filled = self._filled, []
+        _empty(found for filled in ended for found in filled.handed if found.shard.full is None)
+
+
+def _empty(handed: Iterable[HandedOut]) -> None:
+    for found in handed:
+        if (tensor := found.tensor()) is not None:
+            tensor.untyped_storage().resize_(0)
