@@ -20,8 +20,11 @@ from tests.fuzz.cases import Case, cases, smaller
 from tests.fuzz.play import test_of
 
 ROUND = 25
-# So many smaller ones are tried of a case that fails.
-TRIALS = 80
+# So many smaller ones are tried of a case that fails, and so long: one that hangs takes minutes.
+TRIALS, TRIALS_S = 80, 150.0
+
+
+_PLAYED = "cases"
 
 
 class Failed(Exception):
@@ -48,14 +51,14 @@ def kind_of(failure: str) -> str:
     return re.sub(r"'[^']*'|%\w+|[0-9]+", "_", line)[:100]
 
 
-def play_round(count: int, seed: int, backend: str, refused: Counter[str]) -> None:
+def play_round(count: int, seed: int, backend: str, played: Counter[str]) -> None:
     """Plays up to `count` cases.
 
     Args:
         count: how many.
         seed: of the round.
         backend: of `graphshard.compile`.
-        refused: counts what eager FSDP2 itself refuses.
+        played: counts cases, and what eager FSDP2 itself refuses.
 
     Raises:
         Failed: a case of the round.
@@ -74,8 +77,9 @@ def play_round(count: int, seed: int, backend: str, refused: Counter[str]) -> No
     @hypothesis.given(case=cases())
     def check(case: Case) -> None:
         failure = failure_of(case, backend)
+        played[_PLAYED] += 1
         if failure is not None and (kind := kind_of(failure)).startswith("EagerRefuses"):
-            refused[kind] += 1
+            played[kind] += 1
         elif failure is not None:
             raise Failed(case, failure)
 
@@ -84,11 +88,11 @@ def play_round(count: int, seed: int, backend: str, refused: Counter[str]) -> No
 
 def shrunk(found: Failed, backend: str) -> Case:
     """A smaller case that fails in the same way."""
-    case, kind, trials = found.case, kind_of(str(found)), 0
+    case, kind, trials, start = found.case, kind_of(str(found)), 0, time.monotonic()
     while True:
         for less in smaller(case):
             trials += 1
-            if trials > TRIALS:
+            if trials > TRIALS or time.monotonic() - start > TRIALS_S:
                 return case
             failure = failure_of(less, backend)
             if failure is not None and kind_of(failure) == kind:
@@ -110,18 +114,19 @@ def main() -> int:
         failure = failure_of(Case.parse(options.case), options.backend)
         print(failure or "equal")
         return int(failure is not None)
-    refused, failures, start = Counter[str](), 0, time.monotonic()
+    played, failures, start = Counter[str](), 0, time.monotonic()
     for number, first in enumerate(range(0, options.cases, ROUND)):
         count = min(ROUND, options.cases - first)
         try:
-            play_round(count, options.seed * 1000 + number, options.backend, refused)
+            play_round(count, options.seed * 1000 + number, options.backend, played)
         except Failed as error:
             failures += 1
             print(f"round {number}: {kind_of(str(error))}\n  --case '{error.case}'", flush=True)
             print(f"  smaller: --case '{shrunk(error, options.backend)}'", flush=True)
     rounds = -(-options.cases // ROUND)
-    print(f"{rounds - failures} of {rounds} rounds equal, {time.monotonic() - start:.0f} s")
-    for kind, times in refused.items():
+    cases = played.pop(_PLAYED, 0)
+    print(f"{rounds - failures} of {rounds} rounds equal, {cases} cases, {time.monotonic() - start:.0f} s")
+    for kind, times in played.items():
         print(f"  refused by eager FSDP2 {times} times: {kind}")
     return int(failures > 0)
 

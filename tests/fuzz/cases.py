@@ -181,7 +181,11 @@ def _sensible(case: Case) -> Case:
     if not one_graph or case.units == "pairs":  # an activation that units share comes to one of several modules
         layers = tuple(_without(layer, "cross") for layer in layers)
     layers = (replace(layers[0], again=False), *layers[1:])
-    return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=case.budget_mib if has_budget else 0)
+    moves = case.moves
+    if any(layer.breaks == "one" for layer in _walk(layers)):  # nor frozen once parts of a call have come to differ
+        moves = tuple(move for move in moves if move != "freeze")
+    budget_mib = case.budget_mib if has_budget else 0
+    return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=budget_mib, moves=moves)
 
 
 # Kinds of layers that read parameters outside any graph, and that write buffers.
