@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
+from graphshard.compat.fake import fake_process_group
 from graphshard.testing.environment import exported, worker_environment
 
 EXIT_TIMEOUT_S = 10.0
@@ -41,6 +42,7 @@ class Ranks:
         args: picklable.
         timeout_s: for each call.
         cache: folder of Inductor's cache, which stays; None: a new one, which goes with the processes.
+        pretended: so many ranks, of which one is there, so `world_size` is 1: collectives do nothing; 0: all are there.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Ranks:
         *args: object,
         timeout_s: float,
         cache: Path | None = None,
+        pretended: int = 0,
     ) -> None:
         self.title = title
         self._timeout_s = timeout_s
@@ -66,7 +69,7 @@ class Ranks:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, world_size, self._folder.name, cache, timeout_s, build, args),
+                    args=(theirs, rank, world_size, pretended, self._folder.name, cache, timeout_s, build, args),
                     daemon=True,
                 )
                 process.start()
@@ -120,6 +123,7 @@ def _serve(
     connection: Connection,
     rank: int,
     world_size: int,
+    pretended: int,
     folder: str,
     cache: Path,
     timeout_s: float,
@@ -127,15 +131,19 @@ def _serve(
     args: tuple[object, ...],
 ) -> None:
     """Runs in the process: answers calls until the parent closes the connection."""
+    stack = ExitStack()
     try:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}  # as torchrun does
         torch.set_num_threads(1)
-        # One rank needs no store that others can reach.
-        store = HashStore() if world_size == 1 else FileStore(str(Path(folder) / "store"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-        )
+        if pretended:
+            stack.enter_context(fake_process_group(pretended))
+        else:
+            # One rank needs no store that others can reach.
+            store = HashStore() if world_size == 1 else FileStore(str(Path(folder) / "store"), world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            )
         measuring = build(*args)
         with suppress(EOFError):
             while True:
@@ -147,5 +155,6 @@ def _serve(
         # A sharded model is a reference cycle that holds process groups: left to the interpreter's end it aborts it.
         measuring = None
         gc.collect()
+        stack.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """Classes of `transformers`, `diffusers` and `peft` under graphshard, beside eager:
-`python -m bench.hf [MODEL ...] [--as-shipped | --times]`.
+`python -m bench.hf [MODEL ...] [--as-shipped | --times | --memory]`.
 
 Small random models, nothing is downloaded; fp32, no dropout, three steps of AdamW. Two comparisons for each: the plain
 model under `torch.compile(backend="aot_eager")` with eager, in loss and gradients; and the same backend by
@@ -8,7 +8,8 @@ is told by its first difference. `breaks`, `regions`, `programs`: of the sharded
 many things its report names that ran in eager. Exit status 1: some model is bitwise unsharded, and not sharded.
 
 With `--times`: seconds of the first step, and of steps, of eager FSDP2, FSDP2 with compiled units and graphshard with
-Inductor and `plan="auto"`, in turns (`bench.hf.timed`).
+Inductor and `plan="auto"`, in turns (`bench.hf.timed`). With `--memory`: what a step takes beside shards and optimizer
+states, by torch's allocator, as a ratio to eager FSDP2's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> int:
     from bench.hf.compared import Asked
     from bench.hf.models import CASES
     from bench.hf.rows import compare
-    from bench.hf.timed import TIMES_HEADER, measure_class, times_cells, times_lines
+    from bench.hf.timed import TIMES_HEADER, measure_class, memory_of_class, times_cells, times_lines
 
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(
@@ -46,14 +47,19 @@ def main() -> int:
     parser.add_argument("--plan", choices=PLANS, default="fsdp2", help="of graphshard.compile; fsdp2")
     parser.add_argument("--backend", choices=(*BACKENDS, "eager"), default="aot_eager", help="likewise; aot_eager")
     parser.add_argument("--as-shipped", action="store_true", help="as in defaults of the classes, and without padding")
-    parser.add_argument("--times", action="store_true", help="steps and memory, with inductor and plan auto")
+    parser.add_argument("--times", action="store_true", help="steps, with inductor and plan auto")
+    parser.add_argument("--memory", action="store_true", help="memory of steps, likewise")
     parser.add_argument("--details", action="store_true", help="print errors whole, and reports")
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in names]:
         parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(names)}")
     machine = Machine.this()
+    asked = [Asked(name, "auto", "inductor", options.as_shipped) for name in options.models or names]
+    if options.memory:
+        ratios = [(one.name, memory_of_class(one, NUM_RANKS)) for one in asked]
+        say(*machine_lines(machine), *align(("model", "memory"), [(name, f"{ratio:.2f}") for name, ratio in ratios]))
+        return 0
     if options.times:
-        asked = [Asked(name, "auto", "inductor", options.as_shipped) for name in options.models or names]
         times = {one.name: measure_class(one, NUM_RANKS) for one in asked}
         cells = [times_cells(name, of) for name, of in times.items()]
         say(*machine_lines(machine), *align(TIMES_HEADER, cells), *times_lines(times))
@@ -62,8 +68,8 @@ def main() -> int:
     for name in names:
         if not options.models or name in options.models:
             say_progress(name)
-            asked = Asked(name, options.plan, options.backend, options.as_shipped)
-            rows.append(compare(asked, NUM_RANKS, TIMEOUT_S))
+            one = Asked(name, options.plan, options.backend, options.as_shipped)
+            rows.append(compare(one, NUM_RANKS, TIMEOUT_S))
     say(
         f"torch {machine.torch_version}, transformers {version('transformers')}, Python {machine.python_version}; "
         f"{NUM_RANKS} gloo ranks, backend {options.backend}, plan {options.plan}",

@@ -24,7 +24,7 @@ ROUND = 25
 TRIALS, TRIALS_S = 80, 150.0
 
 
-_PLAYED = "cases"
+PLAYED = "cases"
 
 
 class Failed(Exception):
@@ -77,7 +77,7 @@ def play_round(count: int, seed: int, backend: str, played: Counter[str]) -> Non
     @hypothesis.given(case=cases())
     def check(case: Case) -> None:
         failure = failure_of(case, backend)
-        played[_PLAYED] += 1
+        played[PLAYED] += 1
         if failure is not None and (kind := kind_of(failure)).startswith("EagerRefuses"):
             played[kind] += 1
         elif failure is not None:
@@ -124,7 +124,7 @@ def main() -> int:
             print(f"round {number}: {kind_of(str(error))}\n  --case '{error.case}'", flush=True)
             print(f"  smaller: --case '{shrunk(error, options.backend)}'", flush=True)
     rounds = -(-options.cases // ROUND)
-    cases = played.pop(_PLAYED, 0)
+    cases = played.pop(PLAYED, 0)
     print(f"{rounds - failures} of {rounds} rounds equal, {cases} cases, {time.monotonic() - start:.0f} s")
     for kind, times in played.items():
         print(f"  refused by eager FSDP2 {times} times: {kind}")
