@@ -62,6 +62,7 @@ class FollowedPass:
         staying: of a backward: units that stay gathered behind it.
         reached: of a backward: what the other ranks have gradients of.
         unreduced: of a backward: units whose gradients they reduce behind it.
+        reduced_early: of a backward: units whose gradients they reduce, though users want to have them accumulated.
         end: does what they do behind it.
     """
 
@@ -77,6 +78,7 @@ class FollowedPass:
     staying: frozenset[Unit] = frozenset()
     reached: frozenset[Shard] = frozenset()
     unreduced: frozenset[Unit] = frozenset()
+    reduced_early: frozenset[Unit] = frozenset()
     end: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -136,6 +138,10 @@ class FollowedPass:
             return None
         waiting = (fqn for fqn in bucket.members if fqn not in ready and is_expected(self.shards[fqn]))
         return next(waiting, None)
+
+    def reduces(self, unit: Unit) -> bool:
+        """Whether the other ranks reduce the unit's gradients, in this backward or behind it."""
+        return unit.reduce_grads or unit in self.reduced_early
 
     def use(self, shards: Sequence[Shard], outside: bool = False) -> None:
         """Is told that a program uses parameters."""

@@ -20,7 +20,14 @@ from graphshard.following.variants import Variants
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
 from graphshard.state.binding import Binding
-from graphshard.state.call_state import backward_states, forward_states, staying_units
+from graphshard.state.call_state import (
+    accumulates,
+    backward_states,
+    forward_states,
+    reduced_early,
+    reducing_each,
+    staying_units,
+)
 from graphshard.state.calls import BackwardRequest, Call
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
@@ -266,11 +273,22 @@ class Follower:
         reduced = {slot: slot for slot, shard in enumerate(binding.shards) if shard.leaf.requires_grad}
         dead = frozenset(reduced) if asked.inputs_only else frozenset[int]()
         states = backward_states(holdings, reduced, binding, usual, dead, frozenset())
+        if why := self._accumulates_sharded(role.whole):
+            self._context.report.accumulates_sharded(why)
+            states = reducing_each(binding, states, frozenset())
         followed = self._followed_pass(role.whole, "backward", states)
         followed.again = again
         followed.reached = frozenset(binding.shards[slot] for slot in reduced if slot not in dead)
-        followed.staying = staying_units(binding, states)
+        followed.staying, followed.reduced_early = staying_units(binding, states), reduced_early(binding, states)
         return followed
+
+    def _accumulates_sharded(self, whole: WholeCall) -> str:
+        """Why other ranks reduce what users want to have accumulated unreduced; ``""``: they do not."""
+        planning = self._context.planning
+        if planning is None or planning.budget_bytes is None or not any(map(accumulates, whole.binding.units)):
+            return ""
+        key = program_key("accumulation", whole.structure, "")
+        return self._context.consensus.settle(key, "accumulation", lambda: "", whole.leader)
 
     def reads_outside(self, shard: Shard) -> None:
         """Is told that a parameter is gathered to be read outside any graph."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphshard.agree.contract import Contract
 from graphshard.errors import RanksDiffer
 from graphshard.following.followed_pass import FollowedPass, Part, empty_graph, extended, extra_args, members
-from graphshard.graph.ir import Direction, output_args
+from graphshard.graph.ir import output_args
 from graphshard.graph.plan import PlannedBucket
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention, calling_convention
@@ -151,7 +151,7 @@ class PartPrograms:
         for call in holdings.calls:
             if call.follows():
                 later.update((call.binding if call.role is asked.role else call.sent).shards)
-        reduces = {shard.unit: shard.unit.reduce_grads for shard in binding.shards}
+        reduces = {shard.unit: followed.reduces(shard.unit) for shard in binding.shards}
         ready = {
             binding.shards[slot].fqn
             for slot, position in graph.reduced.items()
@@ -218,7 +218,7 @@ class PartPrograms:
     def _fill(self, shard: Shard, followed: FollowedPass) -> None:
         """Zeros for what this rank has not used, where others hold a gradient."""
         param, unit, device = shard.param, shard.unit, shard.unit.device
-        is_held = not unit.reduce_grads or unit in followed.unreduced
+        is_held = not followed.reduces(unit) or unit in followed.unreduced
         if shard in followed.again:
             if shard.pending is None:
                 shard.pending = torch.zeros(param.size, dtype=param.param_dtype, device=device)
@@ -275,7 +275,7 @@ class PartPrograms:
             wider = self._graphs[key] = extended(graph, gathers, reductions, part.handed)
         others = tuple(dict.fromkeys((*gathers, *reductions)))
         whole = Binding((*binding.shards, *others))
-        states = self._states(whole, len(binding.shards), graph.direction, bits)
+        states = self._states(whole, len(binding.shards), followed, bits)
         program_key = (*key, whole.grouping, tuple(unit.name for unit in whole.units), *states, undefined, inputs_only)
         if (program := self._programs.get(program_key)) is None:
             convention = calling_convention(
@@ -288,16 +288,15 @@ class PartPrograms:
         return _Step(part, gathers, reductions, handed, whole, program)
 
     def _states(
-        self, binding: Binding, own: int, direction: Direction, bits: Callable[[Shard], int]
+        self, binding: Binding, own: int, followed: FollowedPass, bits: Callable[[Shard], int]
     ) -> list[UnitState]:
-        states = []
+        states, backward = [], followed.direction == "backward"
         for unit, slots in zip(binding.units, binding.slots, strict=True):
-            backward = direction == "backward"
             settings = unit.backward_settings() if backward else unit.forward_settings()
             found = tuple(
                 bits(binding.shards[slot]) & ~POST_FORWARD if slot < own else REACHED | STAYS for slot in slots
             )
-            states.append(UnitState(settings, RESHARD, not backward or unit.reduce_grads, None, found))
+            states.append(UnitState(settings, RESHARD, not backward or followed.reduces(unit), None, found))
         return states
 
     def _run(

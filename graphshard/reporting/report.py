@@ -189,6 +189,10 @@ class Report:
         """Logs a warning the first time, and keeps it in `notes`."""
         _say_once(self.notes, line)
 
+    def accumulates_sharded(self, why: str) -> None:
+        """Notes that gradients do not stay unreduced."""
+        self.note_once(f"gradients are accumulated sharded, reduced in every backward: {why}")
+
     def traces_once(self, blocks: int, bodies: int) -> None:
         """Counts blocks that share the trace of a body."""
         self.traced_once = self.traced_once[0] + blocks, self.traced_once[1] + bodies

@@ -5,7 +5,6 @@ A region that has come apart on this rank alone (see `route`) does the same arou
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +15,14 @@ from graphshard.graph.ir import Direction
 from graphshard.passes.apply_flags import dead_outputs
 from graphshard.runtime.region_lowering import RegionLowering
 from graphshard.state.binding import Binding
-from graphshard.state.call_state import backward_states, forward_states, staying_units
+from graphshard.state.call_state import (
+    accumulates,
+    backward_states,
+    forward_states,
+    reduced_early,
+    reducing_each,
+    staying_units,
+)
 from graphshard.state.calling_convention import calling_convention
 from graphshard.state.calls import BackwardRequest
 from graphshard.state.marked_graph import MarkedGraph, Program
@@ -119,7 +125,7 @@ class ProgramSelection:
         if runtime.backward.deferred is None:
             behind = runtime.prefetch.reduced_behind(graph, binding, split, asked)
         states = backward_states(runtime.holdings, graph.reduced, binding, asked, dead, split, behind)
-        if runtime.context.planning is not None and not all(unit.reduce_grads for unit in binding.units):
+        if runtime.context.planning is not None and any(map(accumulates, binding.units)):
             states = self._with_accumulation(graph, binding, states, split, asked.forward)
         undefined = undefined if dead else frozenset()
         program = self.program(graph, binding, states, undefined, asked.inputs_only, forward=asked.forward)
@@ -144,13 +150,8 @@ class ProgramSelection:
         why = self._lowering.accumulates_sharded(graph, binding, forward)
         if not why:
             return states
-        self._lowering.runtime.context.report.note_once(
-            f"gradients are accumulated sharded, reduced in every backward: {why}"
-        )
-        return [
-            state if unit in split or unit.reduce_unused or unit.reduce_grads else replace(state, reduces=True)
-            for unit, state in zip(binding.units, states, strict=True)
-        ]
+        self._lowering.runtime.context.report.accumulates_sharded(why)
+        return reducing_each(binding, states, split)
 
     def dead_outputs(self, graph: MarkedGraph, undefined: frozenset[str], inputs_only: bool) -> frozenset[int]:
         """Positions of results that have no gradient when these tangents have none, or no parameter is to get one."""
@@ -203,6 +204,7 @@ class ProgramSelection:
         followed = _sent_for(leg, binding, selected.program, "backward")
         followed.again = asked.again
         followed.staying = staying_units(binding, selected.states)
+        followed.reduced_early = reduced_early(binding, selected.states)
         followed.reached = frozenset(binding.shards[slot] for slot, at in graph.reduced.items() if at not in dead)
         followed.unreduced = selected.behind | selected.split
         followed.end = partial(self.behind_backward, selected)

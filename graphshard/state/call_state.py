@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from graphshard.fsdp2 import Unit
 from graphshard.state.binding import Binding
@@ -77,6 +78,27 @@ def backward_states(
         reduces = unit.reduce_grads and not unit.reduce_unused and unit not in split and unit not in behind
         states.append(UnitState(unit.backward_settings(), KEEP if stays else RESHARD, reduces, unit.post_forward, bits))
     return states
+
+
+def reducing_each(binding: Binding, states: Sequence[UnitState], split: frozenset[Unit]) -> list[UnitState]:
+    """States of a backward that reduces what users want to have accumulated unreduced, but for `split` units, and those
+    of which it is no smaller reduced.
+    """
+    return [
+        replace(state, reduces=True) if accumulates(unit) and unit not in split and not unit.reduce_unused else state
+        for unit, state in zip(binding.units, states, strict=True)
+    ]
+
+
+def accumulates(unit: Unit) -> bool:
+    """Whether gradients of a unit are to stay unreduced, larger than they would be."""
+    return unit.world_size > 1 and not unit.reduce_grads
+
+
+def reduced_early(binding: Binding, states: Sequence[UnitState]) -> frozenset[Unit]:
+    """Units of which that is so."""
+    both = zip(binding.units, states, strict=True)
+    return frozenset(unit for unit, state in both if state.reduces and not unit.reduce_grads)
 
 
 def staying_units(binding: Binding, states: Sequence[UnitState]) -> frozenset[Unit]:

@@ -234,19 +234,20 @@ def test_graph_breaks_on_one_of_four_ranks(four_ranks: WorkerPool) -> None:
 
 
 @impatient()
-def accumulating(who: int, everywhere: bool) -> None:
+def accumulating(who: int, everywhere: bool, options: dict[str, Any], reduces_each: bool = False) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = Blocks()
     seen = []
     for compiled in (True, False):
-        model: Any = graphshard.compile(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), backend="aot_eager")
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = graphshard.compile(copy.deepcopy(plain), mesh, backend="aot_eager", **options)
         found: list[Tensor] = []
         for step in range(3):
             for layer in model.layers[1:3]:
                 layer.breaks = (rank == who and step >= 1) or (everywhere and layer is model.layers[2])
             for last in (False, True):
-                model.set_requires_gradient_sync(last)
+                model.set_requires_gradient_sync(last or (reduces_each and not compiled))
                 inputs = features(2 * step + last, 4)
                 if compiled:
                     model(inputs).square().mean().backward()
@@ -265,7 +266,23 @@ def accumulating(who: int, everywhere: bool) -> None:
 
 @pytest.mark.parametrize(("who", "everywhere"), [(0, False), (1, True)], ids=["0, alone", "1, beside those of all"])
 def test_graph_breaks_on_one_rank_that_accumulates(two_ranks: WorkerPool, who: int, everywhere: bool) -> None:
-    two_ranks.run(accumulating, who, everywhere)
+    two_ranks.run(accumulating, who, everywhere, {})
+
+
+# The first two fit as they are; the last one if gradients are reduced in every backward.
+BUDGETS: dict[str, dict[str, Any]] = {
+    "ample": {"memory_budget": 1 << 20},
+    "replicate": {"memory_budget": 1 << 20, "strategy": "replicate"},
+    "tight": {"memory_budget": 24_000},
+}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_graph_breaks_on_one_rank_that_accumulates_within_a_budget(
+    two_ranks: WorkerPool, who: int, budget: str
+) -> None:
+    two_ranks.run(accumulating, who, False, BUDGETS[budget], budget == "tight")
 
 
 @impatient()
