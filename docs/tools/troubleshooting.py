@@ -48,7 +48,7 @@ ELSEWHERE = {
     "plan_file/soundness.py": "`got ..., want ...` with a place in the file; text.py says which file",
     "planner/problem.py": "a number that is none, with its place",
     "planning/planning.py:RegionPlanning._best_schedule": "an error of choose.py",
-    "runtime/backend.py:_uncompiled": "words of ModelDeleted",
+    "runtime/uncompiled.py:gathering_one_by_one": "words of ModelDeleted",
     "runtime/entry_points.py:EntryPoints.call": "an error of graphshard's own, out of Dynamo's",
     "runtime/region_lowering.py:RegionLowering": "a note of planning.py or within_budget.py",
     "scale/trace.py": "ends a trace, and is caught around it",
