@@ -66,9 +66,8 @@ class UnitPrograms:
         self._shared: dict[tuple[object, ...], UnitProgram] = {}
 
     def clear(self) -> None:
-        """Forgets programs: parameters have changed."""
+        """Forgets which shards have which program: parameters have changed."""
         self._programs.clear()
-        self._shared.clear()
 
     def launch_gather(self, shards: Sequence[Shard], record: ProgramRecord | None = None) -> UnitGather:
         """Launches the gather of some parameters of one unit; counts it in `record`, or in one of its own."""

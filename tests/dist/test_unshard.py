@@ -8,10 +8,11 @@ import models
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 
-from graphshard.testing import Bitwise, TrainingRun, training_test
+import graphshard
+from graphshard.testing import Bitwise, TrainingRun, WorkerPool, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
 UNITS = 4
@@ -203,3 +204,18 @@ def test_reset_forgets_scattered_gradients_that_were_not_all_reduced(run: Traini
         run.observe(loss, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def programs_of_a_model_that_is_frozen_again_and_again() -> list[int]:
+    model = graphshard.compile(models.mlps(), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    counts = []
+    for step in range(6):
+        model[1].up.bias.requires_grad_(step % 2 == 0)
+        model.unshard()
+        model.reshard()
+        counts.append(len(graphshard.report(model).programs))
+    return counts
+
+
+def test_programs_of_units_are_lowered_once_for_parameters_that_change(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(programs_of_a_model_that_is_frozen_again_and_again) == [[1] * 6] * 2
