@@ -107,7 +107,8 @@ class ForwardLook:
 
         def whole_of(param: fsdp2.ShardedParam) -> Tensor:
             with mode:
-                return param.as_registered(torch.empty(param.size, dtype=param.parameter.dtype, device=self._device))
+                full = torch.empty(param.size, dtype=param.parameter.dtype, device=self._device)
+                return param.as_registered(full, param.parameter.requires_grad)
 
         return mode, plain_copy(self._subject.model, tensor_of, whole_of)
 

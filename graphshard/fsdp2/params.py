@@ -147,11 +147,11 @@ class ShardedParam:
         """Whether `parameter` is FSDP2's: sharded, or gathered by its own engine."""
         return parameter is self._raw.sharded_param or parameter is getattr(self._raw, "_unsharded_param", 0)
 
-    def as_registered(self, full: Tensor) -> nn.Parameter:
+    def as_registered(self, full: Tensor, trainable: bool) -> nn.Parameter:
         """A gathered tensor as the parameter that stands in the module meanwhile."""
         if (layout := self.layout) is not None:
             full = layout.of_local(full)
-        return nn.Parameter(full.detach(), requires_grad=self.parameter.requires_grad)
+        return nn.Parameter(full.detach(), requires_grad=trainable)
 
     def as_registered_post_forward(self, shard: Tensor) -> nn.Parameter:
         """The post-forward shard `[N]` as the parameter that stands in the module meanwhile."""

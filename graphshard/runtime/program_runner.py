@@ -52,7 +52,7 @@ class ProgramRunner:
         shared = _storages(args) if kept_from_us else set()
         extra = convention.extra_args(shards)
         for slot in convention.dropped:  # now, so that the program frees them
-            shards[slot].reshard()
+            shards[slot].let_go()
         for slot, pending in convention.added:
             if pending:
                 shards[slot].pending = None

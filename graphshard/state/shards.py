@@ -54,6 +54,7 @@ class Shard:
         self.partial: Tensor | None = None
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
+        self._trains: bool | None = None  # whether it did when the running backward let go of what stayed
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         # The last of them that takes gradients; weakly: its memory is that of what was gathered.
         self._watched: weakref.ref[nn.Parameter] | None = None
@@ -68,7 +69,7 @@ class Shard:
         self._source, self._whole = param.flat_shard, None
         casts = param.param_dtype != self._source.dtype or bool(param.offloaded_from) or self.extension is not None
         self.is_whole = self.unit.world_size == 1 and not casts
-        trainable = param.parameter.requires_grad
+        trainable = self.is_trainable
         if self.extension is not None:  # nothing reads its values
             one = torch.empty(1, dtype=self._source.dtype, device=self._source.device)
             leaf = one.expand(self._source.numel())
@@ -84,20 +85,21 @@ class Shard:
 
     def renew(self) -> None:
         """Makes a new leaf if the parameter's storage or `requires_grad` changed: `to(dtype)`,
-        `load_state_dict(assign=True)`.
+        `load_state_dict(assign=True)`. What stays gathered does so if the storage is the same.
 
         Raises:
             RuntimeError: if an unreduced gradient is held, and the storage changed.
         """
         same = self.param.flat_shard is self._source
-        if same and self.param.parameter.requires_grad == self.leaf.requires_grad:
+        if same and self.is_trainable == self.leaf.requires_grad:
             return
         if not same and (self.held is not None or self.partial is not None):
             raise RuntimeError(
                 f"{self.fqn}: its parameter changed while an unreduced gradient was held; run one backward with "
                 "set_requires_gradient_sync(True) before"
             )
-        self.reshard()
+        if not same:
+            self.reshard()
         self.leaf = self._make_leaf()
 
     def marker_args(self) -> tuple[Any, ...]:
@@ -185,8 +187,9 @@ class Shard:
         """Keeps a gathered value for the programs to come, and registers it in place of the sharded parameter.
         `written`: how often that was written when it was gathered; None: as it is now.
         """
+        trainable = self.is_trainable
         self.keep(full, written)
-        self._register(self.param.as_registered(self.as_seen(full)))
+        self._register(self.param.as_registered(self.as_seen(full), trainable))
 
     def keep(self, full: Tensor, written: tuple[int, int] | None = None) -> None:
         """Keeps a gathered value for the next program, unregistered: it is for that program alone."""
@@ -201,7 +204,8 @@ class Shard:
         """The same for a parameter that is whole on this rank: nothing is kept."""
         if self._registered is None:
             if self._whole is None:
-                self._whole = self.param.as_registered(self.leaf.detach().view(self.param.size))
+                self._whole = self.param.as_registered(self.leaf.detach().view(self.param.size), self.is_trainable)
+            self._whole.requires_grad_(self.is_trainable)
             self._register(self._whole)
 
     def stay_post_forward(self, shard: Tensor) -> None:
@@ -227,6 +231,16 @@ class Shard:
             self._registered = None
             self.param.register(self.param.parameter)
 
+    def let_go(self) -> None:
+        """The same in a backward, whose gradients still come by the flag of what stayed."""
+        if self._registered is not None:
+            self._trains = self.is_trainable
+        self.reshard()
+
+    def end_backward(self) -> None:
+        """A backward ends: all its gradients have come."""
+        self._trains = None
+
     def _register(self, parameter: nn.Parameter) -> None:
         watched = None if self._watched is None else self._watched()
         if parameter.requires_grad and parameter is not self._registered and parameter is not watched:
@@ -243,8 +257,13 @@ class Shard:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the parameter gets gradients now: it may have been frozen since forward."""
-        return self.param.parameter.requires_grad
+        """Whether the parameter gets gradients now: it may have been frozen since forward. A gathered one that stays
+        has a flag of its own, until it is resharded, as in FSDP2.
+        """
+        if self._trains is not None:
+            return self._trains
+        gathered = None if self.post_forward is not None else self._registered
+        return (self.param.parameter if gathered is None else gathered).requires_grad
 
     def hold(self, grad: Tensor, shared: bool) -> None:
         """Accumulates an unreduced gradient, as FSDP2 does: the first in the reduce dtype, then added in place. What is
@@ -299,6 +318,7 @@ class Shard:
 
     def drop_grads(self) -> None:
         """Forgets all that is not reduced yet."""
+        self.end_backward()
         self.held = self.pending = self.partial = None
 
 
@@ -339,7 +359,7 @@ class ParameterWatch:
     def __init__(self, shards: Sequence[Shard]) -> None:
         # (shard, its parameter, the flat shard it had, whether it was trainable, where it is registered, its name)
         self._seen = [
-            (shard, shard.param, shard.param.flat_shard, shard.param.parameter.requires_grad, registered, name)
+            (shard, shard.param, shard.param.flat_shard, shard.is_trainable, registered, name)
             for shard in shards
             for registered, name in shard.param.places
         ]
@@ -353,7 +373,7 @@ class ParameterWatch:
         changed = False
         for shard, param, flat, trainable, registered, name in self._seen:
             parameter = param.parameter
-            if param.flat_shard is not flat or parameter.requires_grad is not trainable:
+            if param.flat_shard is not flat or shard.is_trainable is not trainable:
                 changed = True
             found = registered.get(name)
             if found is not parameter and not shard.is_registered(found):

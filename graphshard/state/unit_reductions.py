@@ -66,6 +66,8 @@ class UnitReductions:
             if unit.reduce_grads and not unit.reduce_unused:
                 found.append(unit)
             if unit.reshard_after_backward:
+                for shard in self._shards.of(unit):
+                    shard.let_go()
                 self._gathers.reshard([unit])
         return found
 
@@ -90,6 +92,8 @@ class UnitReductions:
                 self._gathers.reshard([unit])
                 if not any(shard.bits for shard in shards):
                     active.discard(unit)
+            for shard in shards:
+                shard.end_backward()
 
     def _unreduced(self, unit: Unit) -> list[Shard]:
         """What is left to reduce of a unit."""

@@ -331,6 +331,32 @@ def test_parameter_frozen_between_two_forwards(run: TrainingRun, together: bool)
         run.observe(loss, model)
 
 
+def _switch(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+@pytest.mark.parametrize("strategy", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("trained_first", [True, False])
+@training_test(tolerance=BITWISE)
+def test_parameter_frozen_or_trained_while_it_stays_gathered(
+    run: TrainingRun, strategy: str, trained_first: bool
+) -> None:
+    model: Any = models.mlps(2)
+    model[0].requires_grad_(trained_first)
+    model = run.shard(model, units=["1", "2"], strategy=strategy)
+    norm, shards = model[0], dict(model[0].named_parameters())
+    with torch.no_grad():
+        loss_of(model, run, 0)  # the root stays gathered, until the first backward
+    _switch(norm.weight)
+    _switch(shards["bias"])
+    for index in range(3):
+        loss = loss_of(model, run, index)
+        if index == 1:  # between forward and backward
+            _switch(norm.weight)
+        loss.backward()
+        run.observe(loss, model)
+
+
 @pytest.mark.parametrize("trained_again", [False, True])
 @training_test(tolerance=BITWISE)
 def test_parameter_frozen_with_a_gradient_of_an_earlier_microbatch(run: TrainingRun, trained_again: bool) -> None:

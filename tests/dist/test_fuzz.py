@@ -22,6 +22,9 @@ FOUND = {
     "a checkpoint recomputes what reads parameters and calls no module": Case(
         (Layer("list", checkpointed=True, breaks="all"),), units="layers"
     ),
+    "what is frozen while it stays gathered is so until it is resharded": Case(
+        (Layer("mlp"),), moves=("evaluate", "freeze", "train", "train")
+    ),
 }
 
 

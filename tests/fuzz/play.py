@@ -85,6 +85,7 @@ class _Job:
             self.run.note("evaluated", self.model(self.tokens()))
 
     def eager(self) -> None:
+        self.model.reshard()  # as a switch does: what was frozen while it was gathered is so no longer
         with nullcontext() if self.run.is_reference else graphshard.eager(self.model):
             self.train()
 
