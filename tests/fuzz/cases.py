@@ -176,6 +176,11 @@ def _sensible(case: Case) -> Case:
         layers = tuple(_of_parts(layer) for layer in layers)
     if in_parts:  # behind the recompile limit, what it reads is read by a graph, and around it
         layers = tuple(_without(layer, "scaled") for layer in layers)
+    if in_parts:  # an activation that a region uses twice, and what is around it once more
+        around = case.regions == "unit" and case.units not in ("layers", "inner")
+        layers = tuple(_used_once(layer, around) for layer in layers)
+    if case.microbatches > 1 and case.sync == "last" and case.units != "root":  # FSDP2 reduces what is held alone
+        layers = tuple(replace(layer, again=False) for layer in layers)
     one_graph = not in_parts and not any(layer.breaks for layer in found)
     has_budget = case.regions == "model" and case.plan == "auto"
     if not one_graph or case.units == "pairs":  # an activation that units share comes to one of several modules
@@ -202,12 +207,22 @@ def _without(layer: Layer, kind: str) -> Layer:
     return replace(layer, kind="mlp" if layer.kind == kind else layer.kind, inner=inner)
 
 
+def _used_once(layer: Layer, around: bool) -> Layer:
+    """`around`: whether its residual sum may be outside the region of its body, as in a checkpoint that breaks."""
+    around = around or (layer.checkpointed and any(inner.breaks for inner in _walk((layer,))))
+    kind = "mlp" if around and layer.kind == "low_rank" else layer.kind
+    return replace(layer, kind=kind, inner=tuple(_used_once(inner, around) for inner in layer.inner))
+
+
 def _sensible_layer(layer: Layer, case: Case) -> Layer:
     changed = replace(layer, inner=tuple(_sensible_layer(inner, case) for inner in layer.inner))
     if case.policy != "f32":  # dropout in bf16
         changed = replace(changed, dropout=0.0)
     # What is recomputed reads outside any graph, or writes twice.
     if any(inner.kind in (*READ_OUTSIDE, *WRITE) for inner in _walk((changed,))):
+        changed = replace(changed, checkpointed=False)
+    # Behind a break that Dynamo cannot resume from it runs no graph of that code again: what is recomputed is another.
+    if any(inner.breaks for inner in _walk(changed.inner)):
         changed = replace(changed, checkpointed=False)
     if changed.breaks:
         changed = replace(changed, again=False)
