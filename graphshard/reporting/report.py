@@ -200,7 +200,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.regions} regions, {len(self.programs)} programs"]
         if self.one_calls:
-            lines[0] += f"; {self.one_calls} graphs of one call without parameters run as they are"
+            lines[0] += f"; graphs of one call without parameters, which run as they are: {self.one_calls}"
         if self.traced_once[0]:
             lines[0] += "; of {} equal blocks {} traced".format(*self.traced_once)
         if self.twins:

@@ -209,6 +209,35 @@ def test_frame_dynamo_gives_up_on_is_right_and_reported(run: TrainingRun) -> Non
         assert len(report.fallbacks) == 1
 
 
+class Interrupted(nn.Module):
+    """A call of torch's between two graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        torch._dynamo.graph_break()
+        h = torch.nn.functional.silu(h)
+        torch._dynamo.graph_break()
+        return x + self.down(h)
+
+
+@training_test()
+def test_graph_of_one_call_runs_as_it_is(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(*(Interrupted() for _ in range(3))))
+    for index in range(3):
+        loss = model(*models.features(index, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+    if not run.is_reference:
+        report = graphshard.report(model)
+        assert (report.regions, report.one_calls) == (4, 1)  # two each, for inputs with and without a gradient
+        assert "graphs of one call without parameters, which run as they are: 1" in str(report)
+
+
 def break_in_a_full_graph() -> None:
     model = graphshard.compile(models.Broken(layers=2), mesh(), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):

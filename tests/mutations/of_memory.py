@@ -1,0 +1,67 @@
+"""The list, of what stays in memory between programs."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+_AROUND = "tests/dist/test_read_memory.py"
+_STEPS = "tests/graph/test_memory_of_steps.py"
+
+OF_MEMORY = (
+    Mutation(
+        "what code around graphs has read stays until backward",
+        "graphshard/runtime/read_memory.py",
+        "        _empty(handed)\n\n        def fill",
+        "        def fill",
+        (_STEPS, "-k", "Around"),
+    ),
+    Mutation(
+        "what was emptied comes back with other values",
+        "graphshard/runtime/read_memory.py",
+        "            alias.copy_(gathered)\n",
+        "            alias.zero_()\n",
+        (_AROUND, "-k", "full_in_backward and Around-once"),
+    ),
+    Mutation(
+        "what is read around graphs alone stays until backward ends",
+        "graphshard/runtime/read_memory.py",
+        "        if filled.left:\n            return\n",
+        "        return\n",
+        (_STEPS, "-k", "Recurrent"),
+    ),
+    Mutation(
+        "what is read around graphs stays behind backward",
+        "graphshard/runtime/read_memory.py",
+        "        ended, self._filled = self._filled, []\n",
+        "        ended, self._filled = [], []\n",
+        (_STEPS, "-k", "Frozen"),
+    ),
+    Mutation(
+        "the parameter that was registered last is kept",
+        "graphshard/state/shards.py",
+        "            self._watched = weakref.ref(parameter)\n",
+        "            self._watched = lambda: parameter\n",
+        (_STEPS, "-k", "Broken"),
+    ),
+    Mutation(
+        "programs of units are lowered again for parameters that have changed",
+        "graphshard/state/unit_programs.py",
+        "        self._programs.clear()\n",
+        "        self._programs.clear()\n        self._shared.clear()\n",
+        ("tests/dist/test_unshard.py", "-k", "lowered_once"),
+    ),
+    Mutation(
+        "a rank that follows does not reduce what the budget has reduced",
+        "graphshard/following/follower.py",
+        "            states = reducing_each(binding, states, frozenset())\n",
+        "            pass\n",
+        ("tests/dist/test_contract.py", "-k", "that_accumulates and tight"),
+    ),
+    Mutation(
+        "a graph of one call is compiled",
+        "graphshard/runtime/uncompiled.py",
+        "return len(calls) < 2 and",
+        "return len(calls) < 1 and",
+        ("tests/dist/test_calls.py", "-k", "one_call"),
+    ),
+)
