@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -29,12 +29,20 @@ from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def guarded_hooks() -> AbstractContextManager[Any]:
+@contextmanager
+def guarded_hooks() -> Iterator[None]:
     """Inside, what is captured looks whether modules have hooks where they had none: else frames around modules, behind
     graph breaks, would be the same for modules with hooks and without.
     """
-    context: AbstractContextManager[Any] = dynamo_config.patch(skip_nnmodule_hook_guards=False)
-    return context
+    # Not by `config.patch`: each leaves a variable in the thread's context for good.
+    if not dynamo_config.skip_nnmodule_hook_guards:
+        yield
+        return
+    dynamo_config.skip_nnmodule_hook_guards = False
+    try:
+        yield
+    finally:
+        dynamo_config.skip_nnmodule_hook_guards = True
 
 
 def is_compiled_module(module: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextvars import copy_context
 from typing import Any
 
 import models
@@ -207,6 +208,20 @@ def test_frame_dynamo_gives_up_on_is_right_and_reported(run: TrainingRun) -> Non
         report = graphshard.report(model)
         assert report.eager_unshards == {"1.weight": 2} == dict(report.eager_reductions)
         assert len(report.fallbacks) == 1
+
+
+def variables_of_the_context() -> list[int]:
+    model = graphshard.compile(models.Broken(layers=2), mesh(), backend="aot_eager")
+    counts = []
+    for step in range(5):
+        model(*models.features(step, 0)).square().mean().backward()
+        counts.append(len(copy_context()))
+    return counts[2:]
+
+
+def test_calls_leave_no_more_variables_in_the_threads_context(two_ranks: WorkerPool) -> None:
+    for counts in two_ranks.run(variables_of_the_context):
+        assert len(set(counts)) == 1, counts
 
 
 class Interrupted(nn.Module):
