@@ -58,6 +58,13 @@ OF_MEMORY = (
         ("tests/dist/test_contract.py", "-k", "that_accumulates and tight"),
     ),
     Mutation(
+        "each call leaves a variable in the thread's context",
+        "graphshard/compat/dynamo.py",
+        "    dynamo_config.skip_nnmodule_hook_guards = False\n    try:\n        yield\n",
+        "    try:\n        with dynamo_config.patch(skip_nnmodule_hook_guards=False):\n            yield\n",
+        ("tests/dist/test_calls.py", "-k", "leave_no_more"),
+    ),
+    Mutation(
         "a graph of one call is compiled",
         "graphshard/runtime/uncompiled.py",
         "return len(calls) < 2 and",
