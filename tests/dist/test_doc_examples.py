@@ -90,6 +90,7 @@ def run_pages(found: dict[str, list[Example]], folder: str) -> None:
                 code = "\n" * (block.line - 1) + block.code
                 linecache.cache[page] = (len(code), None, code.splitlines(keepends=True), page)
                 exec(compile(code, page, "exec"), vars(module))
+                dist.barrier()  # the next block may read what one rank has written
             del sys.modules[module.__name__]
             vars(module).clear()
     names.clear()

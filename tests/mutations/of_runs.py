@@ -67,14 +67,14 @@ OF_RUNS = (
     Mutation(
         "what the other engine holds unreduced is not taken back",
         "graphshard/runtime/engine.py",
-        "self.backward.begin, self.backward.end = self._eager.take_held, self._eager.hand_held",
-        "self.backward.end = self._eager.hand_held",
+        "self.backward.begin, self.backward.end = self._eager.take_held, self._end_backward",
+        "self.backward.end = self._end_backward",
         ("tests/dist/test_engines.py", "-k", "accumulation"),
     ),
     Mutation(
         "memory that a gradient shares with an argument is held as it is",
         "graphshard/runtime/program_runner.py",
-        "convention, not shared.isdisjoint(_storages([grad])))",
+        "convention, at in shared)",
         "convention, False)",
         ("tests/dist/test_accumulation.py", "-k", "argument_of"),
     ),
@@ -152,8 +152,8 @@ OF_RUNS = (
     Mutation(
         "gradients that others reduce behind a leg are reduced at once",
         "graphshard/following/part_programs.py",
-        "is_held = not unit.reduce_grads or unit in followed.unreduced",
-        "is_held = not unit.reduce_grads",
+        "is_held = not followed.reduces(unit) or unit in followed.unreduced",
+        "is_held = not followed.reduces(unit)",
         ("tests/dist/test_legs.py",),
     ),
     Mutation(
