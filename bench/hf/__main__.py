@@ -57,7 +57,10 @@ def main() -> int:
     asked = [Asked(name, "auto", "inductor", options.as_shipped) for name in options.models or names]
     if options.memory:
         ratios = [(one.name, memory_of_class(one, NUM_RANKS)) for one in asked]
-        say(*machine_lines(machine), *align(("model", "memory"), [(name, f"{ratio:.2f}") for name, ratio in ratios]))
+        say(
+            *machine_lines(machine),
+            *align(("model", "memory"), [(name, f"{ratio:.2f}" if ratio else "failed") for name, ratio in ratios]),
+        )
         return 0
     if options.times:
         times = {one.name: measure_class(one, NUM_RANKS) for one in asked}

@@ -83,7 +83,7 @@ def test_what_was_emptied_is_full_in_backward(run: TrainingRun, block: Any, call
 
 
 class Shared(nn.Module):
-    """Calls one block three times, and reads an output of it that is no tensor of its own."""
+    """Calls one block three times, and returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
