@@ -58,6 +58,25 @@ def mlps(count: int = 3) -> Any:
     return nn.Sequential(nn.LayerNorm(DIM), *(Mlp() for _ in range(count)))
 
 
+class Scale(nn.Module):
+    """Scales by a parameter of its own: in a graph, or around them where told to."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM), requires_grad=trained)
+        self.is_plain = False
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    @torch.compiler.disable
+    def _scaled_plainly(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self._scaled_plainly(x) if self.is_plain else self._scaled(x)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -93,26 +93,17 @@ def test_one_rank_may_look_at_a_gathered_parameter_between_regions(two_ranks: Wo
     assert two_ranks.run(one_rank_looks) == [[models.DIM], []]
 
 
-class Scaling(nn.Module):
+class Scaling(models.Scale):
     """Scales between its layers by what is frozen: in a graph, or around them where told to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(trained=False)
         self.layers = nn.ModuleList(models.Mlp() for _ in range(2))
-        self.scale = nn.Parameter(torch.ones(models.DIM), requires_grad=False)
-        self.is_plain = False
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-    @torch.compiler.disable
-    def scaled_plainly(self, x: Tensor) -> Tensor:
-        return x * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
         torch._dynamo.graph_break()
-        x = self.scaled_plainly(x) if self.is_plain else self.scaled(x)
+        x = self.scaled(x)
         torch._dynamo.graph_break()
         out: Tensor = self.layers[1](x)
         return out

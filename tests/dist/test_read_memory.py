@@ -115,25 +115,17 @@ def test_backward_twice_through_what_was_emptied(run: TrainingRun, reshard: bool
         model.zero_grad()
 
 
-class Apart(nn.Module):
-    """Reads its weight in a graph, or around graphs where told to."""
+class Apart(models.Scale):
+    """Scales behind a layer and a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scale = nn.Linear(models.DIM, models.DIM), nn.Parameter(torch.ones(models.DIM))
-        self.is_plain = False
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-    @torch.compiler.disable
-    def scaled_plainly(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        self.layer = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
         torch._dynamo.graph_break()
-        return (self.scaled_plainly(x) if self.is_plain else self.scaled(x)).sin()
+        return self.scaled(x).sin()
 
 
 @training_test(tolerance=BITWISE, allow_eager=ANY)
