@@ -9,11 +9,14 @@ Needs: a graph with markers. Leaves: no two equal unshards; no sum of two reduct
     %r = add(%ra, %rb)
 
 The sum keeps autograd's order of its terms, so it has the bits of eager FSDP2, which adds into one unsharded gradient.
+A checkpoint has an unshard of its own: if what it computes reads a parameter twice, its gradient is a sum already, whose
+terms are added one by one to what came before: (a + b) + (c + d) becomes ((a + b) + c) + d.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from torch.fx import Graph, Node
 
@@ -25,10 +28,17 @@ from graphshard.graph.sameness import Bitwise, Regrouped, Sameness
 
 @dataclass(frozen=True)
 class FoldEdit:
-    """`duplicates`: (kept, dropped) unshards. `sums`: additions of two reductions of one shard, sources first."""
+    """What is folded.
+
+    Attributes:
+        duplicates: (kept, dropped) unshards.
+        sums: additions of two reductions of one shard, sources first.
+        inner: additions inside a second term whose terms are added one by one.
+    """
 
     duplicates: tuple[tuple[str, str], ...]
     sums: tuple[str, ...]
+    inner: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.duplicates or self.sums)
@@ -48,15 +58,35 @@ def decide(graph: Graph, ctx: PassContext) -> FoldEdit:
         if kept is not node:
             duplicates.append((kept.name, node.name))
 
+    uses: dict[object, int] = {}
+    for node in unshards(graph):
+        uses[node.args[0]] = max(len(node.users), uses.get(node.args[0], 0))
     shard_of = {node: node.args[1:] for node in reductions(graph)}
-    sums = []
+    sums, inner = [], []
     for node in graph.nodes:
-        if is_call(node, aten.add.Tensor) and not node.kwargs and len(node.args) == 2:
+        if _is_sum(node):
             left, right = (shard_of.get(term) if isinstance(term, Node) else None for term in node.args)
             if left is not None and left == right and all(len(term.users) == 1 for term in node.all_input_nodes):
                 shard_of[node] = left
                 sums.append(node.name)
-    return FoldEdit(tuple(duplicates), tuple(sums))
+                if node.args[0] is not node.args[1]:
+                    inner += _additions(node.args[1], uses.get(left[0], 0) - 1)
+    return FoldEdit(tuple(duplicates), tuple(sums), tuple(inner))
+
+
+def _is_sum(node: object) -> TypeGuard[Node]:
+    return is_call(node, aten.add.Tensor) and not node.kwargs and len(node.args) == 2
+
+
+def _additions(reduction: Any, most: int) -> list[str]:
+    """Names of the additions by which autograd made the gradient of `reduction`, the last first: one fewer than there
+    are uses at `most`, for others are what an operator's own formula adds."""
+    found: list[str] = []
+    node = reduction.args[0]
+    while is_call(reduction, REDUCE_GRAD) and len(found) < most and _is_sum(node) and len(node.users) == 1:
+        found.append(node.name)
+        node = node.args[0]
+    return found
 
 
 def apply(graph: Graph, edit: FoldEdit) -> None:
@@ -69,10 +99,16 @@ def apply(graph: Graph, edit: FoldEdit) -> None:
         total = by_name[name]
         left, right = total.args
         build = Builder(graph, total)
-        grad = build.call(aten.add.Tensor, left.args[0], right.args[0])
+        terms, opened = [right.args[0]], []
+        while terms[0].name in edit.inner:
+            opened.append(terms[0])
+            terms[:1] = terms[0].args
+        grad = left.args[0]
+        for term in terms:
+            grad = build.call(aten.add.Tensor, grad, term)
         folded = build.call(REDUCE_GRAD, grad, *left.args[1:])
         total.replace_all_uses_with(folded)
-        for node in dict.fromkeys((total, left, right)):
+        for node in dict.fromkeys((total, left, right, *opened)):
             graph.erase_node(node)
         by_name[name] = folded
         # A later sum refers to this one through its argument, which now is `folded`.

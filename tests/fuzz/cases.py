@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 T = TypeVar("T")
 
+# Recompile limits: one that no job comes to, and Dynamo's own, in turn.
+MANY, FEW = 64, 8
+
 # Of layers (see `layers.py`), and how often they are drawn.
 KINDS = {
     "mlp": 5, "attention": 3, "conv": 1, "norm": 2, "low_rank": 1, "embedding": 1, "lstm": 1, "batch_norm": 1,
@@ -62,6 +65,7 @@ class Case:
             layers, too; ``"pairs"``: lists of two layers; ``"root"``: one unit.
         reshard: after forward.
         regions, plan, budget_mib: arguments of `graphshard.compile`; no budget: 0.
+        recompile_limit: Dynamo's, behind which functions run outside the graphs.
         optimizer: ``"adamw"`` or ``"sgd"``.
         microbatches: of each step.
         sync: ``"last"``, or ``"every"`` microbatch reduces.
@@ -80,6 +84,7 @@ class Case:
     regions: str = "model"
     plan: str = "auto"
     budget_mib: int = 0
+    recompile_limit: int = MANY
     optimizer: str = "adamw"
     microbatches: int = 1
     sync: str = "last"
@@ -159,6 +164,7 @@ def cases() -> st.SearchStrategy[Case]:
         regions=_often({"model": 4, "unit": 1}),
         plan=_often({"auto": 3, "fsdp2": 1}),
         budget_mib=_often({0: 9, 1: 1}),
+        recompile_limit=_often({MANY: 2, FEW: 1}),
         optimizer=st.sampled_from(["sgd", "adamw"]),
         microbatches=_often({1: 3, 2: 1, 3: 1}),
         sync=st.sampled_from(["last", "every"]),
@@ -174,10 +180,11 @@ def _sensible(case: Case) -> Case:
     in_parts = case.regions == "unit" or any(layer.breaks == "all" or layer.kind in READ_OUTSIDE for layer in found)
     if in_parts:  # sums over regions; a rank whose graphs break elsewhere in the first call
         layers = tuple(_of_parts(layer) for layer in layers)
-    if in_parts:  # behind the recompile limit, what it reads is read by a graph, and around it
-        layers = tuple(_without(layer, "scaled") for layer in layers)
-    if in_parts:  # an activation that a region uses twice, and what is around it once more
-        around = case.regions == "unit" and case.units not in ("layers", "inner")
+    behind_limit = case.recompile_limit == FEW and (in_parts or any(layer.breaks for layer in found))
+    if behind_limit:  # what is read besides calling the module that owns it
+        layers = tuple(_without(_without(layer, "scaled"), "list") for layer in layers)
+    if in_parts or behind_limit:  # an activation that a region uses twice, and what is around it once more
+        around = behind_limit or (case.regions == "unit" and case.units not in ("layers", "inner"))
         layers = tuple(_used_once(layer, around) for layer in layers)
     if case.microbatches > 1 and case.sync == "last" and case.units != "root":  # FSDP2 reduces what is held alone
         layers = tuple(replace(layer, again=False) for layer in layers)
@@ -193,8 +200,8 @@ def _sensible(case: Case) -> Case:
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=budget_mib, moves=moves)
 
 
-# Kinds of layers that read parameters outside any graph, and that write buffers.
-READ_OUTSIDE, WRITE = ("lstm",), ("buffer", "batch_norm")
+# Kinds of layers that read parameters outside any graph, that write buffers, and that use what they get several times.
+READ_OUTSIDE, WRITE, USE_OFTEN = ("lstm",), ("buffer", "batch_norm"), ("low_rank", "experts", "list", "scaled")
 
 
 def _of_parts(layer: Layer) -> Layer:
@@ -210,8 +217,9 @@ def _without(layer: Layer, kind: str) -> Layer:
 def _used_once(layer: Layer, around: bool) -> Layer:
     """`around`: whether its residual sum may be outside the region of its body, as in a checkpoint that breaks."""
     around = around or (layer.checkpointed and any(inner.breaks for inner in _walk((layer,))))
-    kind = "mlp" if around and layer.kind == "low_rank" else layer.kind
-    return replace(layer, kind=kind, inner=tuple(_used_once(inner, around) for inner in layer.inner))
+    kind = "mlp" if around and layer.kind in USE_OFTEN else layer.kind
+    hidden = 8 if around and kind == "norm" else layer.hidden  # an RMSNorm uses it twice
+    return replace(layer, kind=kind, hidden=hidden, inner=tuple(_used_once(inner, around) for inner in layer.inner))
 
 
 def _sensible_layer(layer: Layer, case: Case) -> Layer:

@@ -130,9 +130,10 @@ def _units(net: Net, which: str) -> list[Any]:
 def _play(run: TrainingRun, text: str) -> None:
     case = Case.parse(text)
     try:
-        job = _Job(run, case)
-        for move in case.moves:
-            job.play(move)
+        with torch._dynamo.config.patch(recompile_limit=case.recompile_limit):
+            job = _Job(run, case)
+            for move in case.moves:
+                job.play(move)
     except Exception as error:
         if run.is_reference:
             raise EagerRefuses(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error

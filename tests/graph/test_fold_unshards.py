@@ -134,3 +134,16 @@ def test_fold_makes_one_gather_and_one_reduction_of_a_parameter_read_three_times
     edit = folded(joint)
     assert (len(edit.duplicates), len(edit.sums)) == (2, 2)
     assert len(joint.calls(UNSHARD)) == len(joint.calls(REDUCE_GRAD)) == 1
+
+
+def test_fold_adds_the_terms_of_a_second_sum_one_by_one() -> None:
+    build = GraphBuilder("joint")
+    build.shard(WEIGHT)
+    a, b, c, d = (build.input(f"tangents_{i}", WEIGHT.size, WEIGHT.spec.dtype) for i in range(1, 5))
+    full = build.unshard(WEIGHT)
+    used = build.call(aten.add.Tensor, build.call(aten.exp.default, full), build.call(aten.sin.default, full))
+    sums = [build.reduce(build.call(aten.add.Tensor, *terms_), WEIGHT) for terms_ in ((a, b), (c, d))]
+    marked = build.finish(used, build.call(aten.add.Tensor, *sums))
+    assert len(folded(marked).inner) == 1
+    (reduction,) = marked.calls(REDUCE_GRAD)
+    assert terms(reduction.args[0]) == ((("tangents_1", "tangents_2"), "tangents_3"), "tangents_4")  # type: ignore[arg-type]
