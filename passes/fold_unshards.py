@@ -9,8 +9,8 @@ Needs: a graph with markers. Leaves: no two equal unshards; no sum of two reduct
     %r = add(%ra, %rb)
 
 The sum keeps autograd's order of its terms, so it has the bits of eager FSDP2, which adds into one unsharded gradient.
-A checkpoint has an unshard of its own: if what it computes reads a parameter twice, its gradient is a sum already, whose
-terms are added one by one to what came before: (a + b) + (c + d) becomes ((a + b) + c) + d.
+A checkpoint has an unshard of its own: if what it computes reads a parameter twice, its gradient is a sum already,
+whose terms are added one by one to what came before: (a + b) + (c + d) becomes ((a + b) + c) + d.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def _is_sum(node: object) -> TypeGuard[Node]:
 
 
 def _additions(reduction: Any, most: int) -> list[str]:
-    """Names of the additions by which autograd made the gradient of `reduction`, the last first: one fewer than there
-    are uses at `most`, for others are what an operator's own formula adds."""
+    """Names of the additions by which autograd made the gradient of `reduction`, the last first; `most`: one fewer than
+    there are uses. More are what an operator's own formula adds.
+    """
     found: list[str] = []
     node = reduction.args[0]
     while is_call(reduction, REDUCE_GRAD) and len(found) < most and _is_sum(node) and len(node.users) == 1:

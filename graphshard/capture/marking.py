@@ -17,6 +17,7 @@ from graphshard.fsdp2 import Unit
 
 def mark_classes(
     engine: marked_classes.ModelRunner,
+    model: str,
     units: Sequence[Unit],
     unit_modules: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
@@ -25,6 +26,7 @@ def mark_classes(
 
     Args:
         engine: of the model, which is put on each module.
+        model: its name, which no other model has.
         units: of the model.
         unit_modules: modules that `fully_shard` was called on.
         blocks: of them, those that may be alike.
@@ -52,7 +54,7 @@ def mark_classes(
         module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
     for unit_module in unit_modules:
-        forward = UnitForward()
+        forward = UnitForward(model)
         for module in _modules_of(unit_module):
             module.__dict__[FORWARD] = forward
             if id(module) not in modules and any(id(inner) in names for inner in module.modules()):

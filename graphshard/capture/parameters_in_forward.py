@@ -19,12 +19,21 @@ FORWARD = "_graphshard_forward"
 
 
 class UnitForward:
-    """Whether the forward of a unit's module runs. The unit's hooks say so, in a trace, too."""
+    """Whether the forward of a unit's module runs. The unit's hooks say so, in a trace, too.
+
+    Args:
+        model: name of the model, which no other has.
+
+    Attributes:
+        runs: that name while it runs, else empty. Whatever reads it is compiled for that model alone: behind Dynamo's
+            recompile limit a frame takes code that was compiled for other models, too, as far as guards let it.
+    """
 
     is_put_back = True  # a block leaves it as it has found it: no change, for those that look for one (see `Changes`)
 
-    def __init__(self) -> None:
-        self.runs = False
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.runs = ""
 
 
 # (name, parameter)

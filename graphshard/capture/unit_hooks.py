@@ -52,7 +52,8 @@ def unit_hooks(policy: MixedPrecisionPolicy, enters: bool = True) -> tuple[Hook,
 
 @inline_only
 def _set_runs(module: nn.Module, runs: bool) -> None:
-    module.__dict__[FORWARD].runs = runs
+    forward = module.__dict__[FORWARD]
+    forward.runs = forward.model if runs else ""
 
 
 @inline_only

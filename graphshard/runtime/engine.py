@@ -111,7 +111,7 @@ class Engine:
         self._eager = EagerMode(model, self.units, context, self.holdings)
         self.shards.grad_came = self.backward.runs
         self.backward.begin, self.backward.end = self._eager.take_held, self._end_backward
-        self._entries.outer = mark_classes(self, self.units, self._unit_modules, blocks)
+        self._entries.outer = mark_classes(self, context.name, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()
         _engines[context.name] = self
 
@@ -226,7 +226,7 @@ class Engine:
         if forward is None or not self.holdings.forward.in_backward:
             yield
             return
-        before, forward.runs = forward.runs, True
+        before, forward.runs = forward.runs, forward.model
         try:
             yield
         finally:
@@ -246,7 +246,7 @@ class Engine:
         by an error, too, when all is there that its backward needs.
         """
         for unit_module in self._unit_modules:
-            unit_module.__dict__[FORWARD].runs = False
+            unit_module.__dict__[FORWARD].runs = ""
         if not self.holdings.forward.in_backward:
             self.holdings.forward.touched.clear()
             self.holdings.gathers.reshard_all()

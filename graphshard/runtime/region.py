@@ -26,6 +26,7 @@ from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.program_runner import ProgramRunner
 from graphshard.runtime.program_selection import ProgramSelection
 from graphshard.runtime.region_lowering import RegionLowering
+from graphshard.state.binding import Binding
 from graphshard.state.call_state import forward_states
 from graphshard.state.calls import BackwardRequest, Calls
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, SplitGraph, marked_graph, split_graph
@@ -67,6 +68,7 @@ class Region:
         self._split: SplitGraph | None = None
         self._traced: Sequence[Body] = ()
         self._planned: tuple[str, GraphModule] | None = None
+        self._slot_named: dict[str, int] = {}
         self._lowering = RegionLowering(runtime, number, positions, bodies)
         self._runner = ProgramRunner(self._lowering)
         self._selection = ProgramSelection(self._lowering, broken)
@@ -95,6 +97,7 @@ class Region:
             return boxed(lambda args: self._run_backward(graph, args))
         if direction == "forward":
             keep_what_forward_saves()
+            self._slot_named = {name: slot for slot, (name, _) in enumerate(graph.slots)}
         # Forward must be compiled now: backward is traced with the strides that the compiler chose for what it saves.
         lowering, binding = self._lowering, self._lowering.binding(graph)
         is_whole, backward = runtime.follower.is_whole(self._broken), self._backward_to_come(direction)
@@ -160,7 +163,7 @@ class Region:
         asked = self.calls.backward()
         backward = self._lowering.runtime.backward
         backward.runs(asked.entry.partial)
-        binding = self._runner.bind(graph, args)
+        binding = self._bind_saved(graph, args, asked.forward)
         self._lowering.runtime.holdings.shards.check_sent(binding.shards)
         if backward.deferred is None and asked.inputs_only and a_stage_asks_for_inputs():
             raise UnsupportedModel(
@@ -180,6 +183,19 @@ class Region:
         later = BackwardRequest(asked.entry, asked.absent, forward=asked.forward, is_part=asked.is_part)
         backward.deferred.append(partial(self._run_weights, split.weights, [*taken, *results[count:]], later))
         return results[:count]
+
+    def _bind_saved(self, graph: MarkedGraph, args: list[Any], forward: Binding | None) -> Binding:
+        """The shards among what was saved for a backward. Where hooks of saved tensors hand back copies, as of what was
+        offloaded, those of the `forward` take their place.
+        """
+        try:
+            return self._runner.bind(graph, args)
+        except KeyError:
+            if forward is None:
+                raise
+        for name, position in graph.slots:
+            args[position] = forward.shards[self._slot_named[name]].leaf
+        return self._runner.bind(graph, args)
 
     def _run_weights(self, graph: MarkedGraph, args: list[Any], asked: BackwardRequest) -> None:
         """The second half of a backward: outside autograd, so gradients are delivered here."""

@@ -356,3 +356,27 @@ def test_recompile_limit_leaves_the_result_right_and_is_reported(run: TrainingRu
         assert report.regions == 8  # Dynamo's limit
         assert report.eager_unshards == {f"steps.{i}.{name}": 2 for i in range(8, 12) for name in ("weight", "bias")}
         assert len(report.fallbacks) == 4
+
+
+class Halves(nn.Module):
+    """A graph break inside, in a frame that all models have in common."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.second(x))
+
+
+@training_test(allow_eager=("",))
+def test_behind_the_recompile_limit_no_model_runs_the_code_of_another(run: TrainingRun) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        found = [run.shard(nn.Sequential(Halves(12), Halves(12))) for _ in range(4)]
+        for index in range(2):
+            for model in found:
+                loss = model(models.features(index, run.rank)[0][:, :12]).square().mean()
+                loss.backward()
+                run.observe(loss, model)

@@ -194,7 +194,8 @@ def _sensible(case: Case) -> Case:
         layers = tuple(_without(layer, "cross") for layer in layers)
     layers = (replace(layers[0], again=False), *layers[1:])
     moves = case.moves
-    if any(layer.breaks == "one" for layer in _walk(layers)):  # nor frozen once parts of a call have come to differ
+    ranks_differ = any(layer.breaks == "one" for layer in _walk(layers)) or (behind_limit and "other_rows" in moves)
+    if ranks_differ:  # nothing is frozen where parts of a call come to differ
         moves = tuple(move for move in moves if move != "freeze")
     budget_mib = case.budget_mib if has_budget else 0
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=budget_mib, moves=moves)

@@ -133,7 +133,7 @@ def test_casts_let_gradients_through() -> None:
 
 def of_unit(module: nn.Module) -> nn.Module:
     """A module as `mark_classes` leaves it."""
-    module.__dict__[FORWARD] = UnitForward()
+    module.__dict__[FORWARD] = UnitForward("model")
     return module
 
 
@@ -193,4 +193,4 @@ def test_hooks_say_whether_the_forward_of_their_unit_runs() -> None:
     pre(module, (), {})
     seen.append(module.__dict__[FORWARD].runs)
     post(module, (), None)
-    assert [*seen, module.__dict__[FORWARD].runs] == [False, True, False]
+    assert [*seen, module.__dict__[FORWARD].runs] == ["", "model", ""]

@@ -382,4 +382,11 @@ OF_RUNS = (
         "    return True\n",
         ("tests/graph/test_fault_inquiry.py", "-k", "believed_to_compile"),
     ),
+    Mutation(
+        "behind the recompile limit models run each other's code",
+        "graphshard/capture/unit_hooks.py",
+        "forward.model if runs",
+        '"any" if runs',
+        ("tests/dist/test_calls.py", "-k", "code_of_another"),
+    ),
 )
