@@ -109,13 +109,23 @@ class OutsideReads:
                 self._follower.reads_outside(shard)
             gathered: Tensor = _Read.apply(shard.leaf, shard, self, forward, backward)  # type: ignore[no-untyped-call]
             if (node := gathered.grad_fn) is not None:
-                node.call = self._follower.outside_call(shard, node)  # type: ignore[attr-defined]
+                node.call = self._follower.outside_call(shard, node) or self._call(shard, node)  # type: ignore[attr-defined]
             full = gathered
             if self._holdings.forward.runs:  # when a checkpoint is recomputed in backward, nothing would free it
                 self._gathered[key] = full
                 if forward is None and self._may_be_emptied():
                     self._memory.hand_out(shard, full)
         return full
+
+    def _call(self, shard: Shard, node: Any) -> Call | None:
+        """Such a read as a call, where its gradient is added to what earlier backwards have left unreduced: its unit
+        is not reduced before, as FSDP2 reduces both together.
+        """
+        if shard.held is None and shard.unit.reduce_grads:
+            return None
+        call = Call(self._holdings.shards.alone(shard), self._holdings.forward.entry, None, node, read=shard)
+        self._holdings.calls.add(call)
+        return call
 
     def _may_be_emptied(self) -> bool:
         """Whether what is read now is gathered again in backward, and not for a backward that runs."""
@@ -132,8 +142,10 @@ class OutsideReads:
     def run_backward(self, shard: Shard, grad: Tensor, call: Call | None, record: ProgramRecord | None) -> None:
         """Does with a gradient what the flags say now. `call`: the read, where others are followed in it."""
         self._backward_runs()
-        if call is not None:
+        if call is not None and call.read is None:
             self._follower.outside_backward(call)
+        elif call is not None:
+            self._holdings.calls.reached(call)
         shard.hold(grad, shared=True)
         self._holdings.shards.active.add(shard.unit)
         self._memory.gradient_came(shard)

@@ -35,7 +35,8 @@ class Entry:
 
 
 class Call:
-    """One call of a region, from its forward to its backward. The node of autograd's graph owns it.
+    """One call of a region, or one read around graphs, from its forward to its backward. The node of autograd's graph
+    owns it.
 
     Attributes:
         binding: its shards.
@@ -43,14 +44,24 @@ class Call:
         role: what it is to the other ranks; None: nothing, all ranks do the same by themselves.
         node: weakly, the node.
         is_part: whether the region is not all of what the user called.
+        read: of a read that nothing follows: its shard.
     """
 
-    def __init__(self, binding: Binding, entry: Entry, role: Role | None, node: Any, is_part: bool = False) -> None:
+    def __init__(
+        self,
+        binding: Binding,
+        entry: Entry,
+        role: Role | None,
+        node: Any,
+        is_part: bool = False,
+        read: Shard | None = None,
+    ) -> None:
         self.binding = binding
         self.entry = entry
         self.role = role
         self.node = weakref.ref(node)
         self.is_part = is_part
+        self.read = read
 
     @property
     def units(self) -> frozenset[Unit]:
@@ -63,7 +74,9 @@ class Call:
         return self.role.whole.binding if self.role is not None and self.role.follows else self.binding
 
     def follows(self) -> bool:
-        """Whether the running backward reaches this call."""
+        """Whether the running backward reaches this call, or this read, whose gradient is added to one that is held."""
+        if self.read is not None and self.read.held is None:
+            return False
         node = self.node()
         return node is not None and will_run(node)
 

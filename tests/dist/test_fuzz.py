@@ -25,6 +25,12 @@ FOUND = {
     "what is frozen while it stays gathered is so until it is resharded": Case(
         (Layer("mlp"),), moves=("evaluate", "freeze", "train", "train")
     ),
+    "what a checkpoint reads twice, and is called twice, is added up one by one": Case(
+        (Layer("scaled", checkpointed=True), Layer("mlp", again=True)), seed=920
+    ),
+    "what is read around graphs is reduced together with what earlier microbatches left": Case(
+        (Layer("nested", inner=(Layer("lstm", breaks="all"), Layer("norm"))),) * 2, microbatches=2
+    ),
 }
 
 

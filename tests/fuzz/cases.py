@@ -183,6 +183,8 @@ def _sensible(case: Case) -> Case:
     behind_limit = case.recompile_limit == FEW and (in_parts or any(layer.breaks for layer in found))
     if behind_limit:  # what is read besides calling the module that owns it
         layers = tuple(_without(_without(layer, "scaled"), "list") for layer in layers)
+    if in_parts and "other_rows" in case.moves:  # AOTAutograd makes gradients contiguous where sizes are symbolic
+        layers = tuple(_without(layer, "batch_norm") for layer in layers)
     if in_parts or behind_limit:  # an activation that a region uses twice, and what is around it once more
         around = behind_limit or (case.regions == "unit" and case.units not in ("layers", "inner"))
         layers = tuple(_used_once(layer, around) for layer in layers)
