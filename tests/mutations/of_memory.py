@@ -71,4 +71,18 @@ OF_MEMORY = (
         "return len(calls) < 1 and",
         ("tests/dist/test_calls.py", "-k", "one_call"),
     ),
+    Mutation(
+        "what earlier microbatches left is reduced before code around graphs has added to it",
+        "graphshard/runtime/outside_reads.py",
+        "self._follower.outside_call(shard, node) or self._call(shard, node)",
+        "self._follower.outside_call(shard, node)",
+        ("tests/dist/test_fuzz.py", "-k", "earlier and microbatches"),
+    ),
+    Mutation(
+        "copies that hooks of saved tensors hand back are no shards",
+        "graphshard/runtime/region.py",
+        "            if forward is None:\n                raise\n",
+        "            raise\n",
+        ("tests/dist/test_saved_tensors.py",),
+    ),
 )
