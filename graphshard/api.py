@@ -238,6 +238,10 @@ def _check_types(**arguments: object) -> None:
         raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int, 'auto' or None")
     if placement_of is not None and not callable(placement_of):
         raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
+    policy = arguments["mp_policy"]
+    for name, dtype in ({} if policy is None else vars(policy)).items():
+        if name.endswith("dtype") and isinstance(dtype, str):  # torch takes it, and fails in forward
+            raise TypeError(f"compile: mp_policy: got {name}={dtype!r}, want a torch.dtype, such as torch.bfloat16")
     ignored_params = arguments["ignored_params"]
     for param in ignored_params if isinstance(ignored_params, set) else ():
         if not isinstance(param, nn.Parameter):

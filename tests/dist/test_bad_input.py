@@ -62,6 +62,8 @@ def arguments() -> None:
         compile(models.Decoder(), mesh(), units=["layers"])
     with refused(TypeError, "mp_policy: got torch.bfloat16, want .*MixedPrecisionPolicy"):
         compile(models.Decoder(), mesh(), mp_policy=torch.bfloat16)
+    with refused(TypeError, "mp_policy: got reduce_dtype='bf16', want a torch.dtype"):
+        compile(models.Decoder(), mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype="bf16"))
     with refused(TypeError, "dynamic: got 'no', want bool | None"):
         compile(models.Decoder(), mesh(), dynamic="no")
     with refused(TypeError, "ignored_params: got 'embed.weight' in the set"):

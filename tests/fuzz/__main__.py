@@ -115,15 +115,16 @@ def main() -> int:
         print(failure or "equal")
         return int(failure is not None)
     played, failures, start = Counter[str](), 0, time.monotonic()
+    rounds = -(-options.cases // ROUND)
     for number, first in enumerate(range(0, options.cases, ROUND)):
         count = min(ROUND, options.cases - first)
         try:
             play_round(count, options.seed * 1000 + number, options.backend, played)
+            print(f"round {number + 1} of {rounds}: equal", flush=True)
         except Failed as error:
             failures += 1
-            print(f"round {number}: {kind_of(str(error))}\n  --case '{error.case}'", flush=True)
+            print(f"round {number + 1} of {rounds}: {kind_of(str(error))}\n  --case '{error.case}'", flush=True)
             print(f"  smaller: --case '{shrunk(error, options.backend)}'", flush=True)
-    rounds = -(-options.cases // ROUND)
     cases = played.pop(PLAYED, 0)
     print(f"{rounds - failures} of {rounds} rounds equal, {cases} cases, {time.monotonic() - start:.0f} s")
     for kind, times in played.items():
