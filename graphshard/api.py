@@ -22,6 +22,7 @@ from graphshard.compat.versions import check_torch_version
 from graphshard.faults import check_deadline, watch
 from graphshard.fsdp2.sharding_arguments import (
     check,
+    check_policies,
     check_reshard,
     refused_devices,
     refused_modules,
@@ -147,11 +148,12 @@ def compile(
         "shard_placement_fn": shard_placement_fn,
         "ignored_params": ignored_params,
     }
+    check_policies(mp_policy, offload_policy)
     annotated = fsdp2.is_annotated(model)
     check(refused_wrappers(model))
     check(refused_modules(model))
     auto = reshard_after_forward == "auto"
-    if auto:
+    if auto and strategy == "fully_shard":
         sharding["reshard_after_forward"] = None
     if annotated:
         _check_annotated(model, mesh, sharding)
@@ -176,8 +178,7 @@ def compile(
         raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
     if regions == "unit" and not (isinstance(plan, str) and plan in PLANS):
         raise ValueError(
-            "compile: plan: got a plan file with regions='unit', where units are gathered and reduced between "
-            "programs: want regions='model', or plan='auto'"
+            "compile: plan: got a plan file with regions='unit', which gathers between programs: want regions='model'"
         )
     keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
     planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)
@@ -238,10 +239,6 @@ def _check_types(**arguments: object) -> None:
         raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int, 'auto' or None")
     if placement_of is not None and not callable(placement_of):
         raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
-    policy = arguments["mp_policy"]
-    for name, dtype in ({} if policy is None else vars(policy)).items():
-        if name.endswith("dtype") and isinstance(dtype, str):  # torch takes it, and fails in forward
-            raise TypeError(f"compile: mp_policy: got {name}={dtype!r}, want a torch.dtype, such as torch.bfloat16")
     ignored_params = arguments["ignored_params"]
     for param in ignored_params if isinstance(ignored_params, set) else ():
         if not isinstance(param, nn.Parameter):
@@ -267,9 +264,7 @@ def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"compile: mesh: got {type(mesh).__name__}, want a DeviceMesh")
     if mesh.ndim > 2:
-        raise ValueError(
-            f"compile: mesh: got {mesh.ndim} axes, want 1 (sharding) or 2 (replicate, shard); pass a sub-mesh"
-        )
+        raise ValueError(f"compile: mesh: got {mesh.ndim} axes, want 1 (shard) or 2 (replicate, shard): a sub-mesh")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("compile: mesh: got 2 axes without names; give init_device_mesh mesh_dim_names")
     check(refused_devices(model, mesh.device_type))
@@ -288,11 +283,16 @@ def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[
         for name in ("reshard_after_forward", "shard_placement_fn"):
             if name in arguments:
                 raise ValueError(f"compile: {name}: got a value with strategy='replicate', which shards nothing")
+    try:
         for module in modules:
-            fsdp2.replicate(module, mesh, arguments)
-    else:
-        for module in modules:
-            fully_shard(module, mesh=mesh, **arguments)
+            if strategy == "replicate":
+                fsdp2.replicate(module, mesh, arguments)
+            else:
+                fully_shard(module, mesh=mesh, **arguments)
+    except Exception as error:
+        if fsdp2.is_annotated(model):
+            error.add_note("compile: a part of the model is sharded by now: want another one built for the next try")
+        raise
     return said
 
 

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "cost/hardware_file.py:_hardware": "an error of rates.py, with its place",
     "errors.py:PassFailed": "what check.py says",
     "errors.py:VerifyError": "what verify.py says",
+    "examining/command.py:_called": "what the user's function raised",
     "faults/watchdog.py:_write": "a sentence of sentence.py",
     "fsdp2/sharding_arguments.py:check": "a refusal, made in the same file",
     "graph/user_comms.py:_unit": "words of ModelDeleted",

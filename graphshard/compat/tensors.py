@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 K = TypeVar("K", bound=Hashable)
@@ -24,11 +24,24 @@ Sizes: TypeAlias = tuple[tuple[Hashable, ...], tuple[Hashable, ...], Hashable]
 
 def seen_by() -> str | None:
     """What sees each operator of a call now, so that Dynamo would skip its frame or trace it wrongly; None: nothing."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if torch._C._len_torch_dispatch_stack() > 0 and not is_selective():
         return "a TorchDispatchMode"  # CommDebugMode, a FLOP counter
     if torch._C._functorch.maybe_current_level() is not None:
         return "a transform of torch.func"
     return None
+
+
+def is_selective() -> bool:
+    """Whether a selective checkpoint, and no other mode, sees each operator of a call now: one that does not look into
+    compiled code, as it says itself.
+    """
+    count = torch._C._len_torch_dispatch_stack()
+    return count > 0 and all(torch._C._get_dispatch_stack_at(at).ignore_compile_internals() for at in range(count))
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Inside, no mode sees operators."""
+    return _disable_current_modes()
 
 
 def address(value: Tensor) -> int:

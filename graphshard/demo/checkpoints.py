@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from graphshard.files.reading import parse_json
+
 LIST = "complete.json"
 METADATA = ".metadata"  # of torch: which tensor is where
 _NAME = re.compile(r"step-(\d{8})")
@@ -142,7 +144,7 @@ class Checkpoints:
         if not path.is_dir():
             return None, "it does not see this folder, which another rank sees"
         try:
-            content = json.loads((path / LIST).read_text())
+            content = parse_json((path / LIST).read_bytes())
             files = sorted(content["files"].items())
             step, _, _ = content["step"], content["world_size"], content["settings"]
             if path.name != f"step-{step:08d}":

@@ -49,7 +49,7 @@ def _called(path: str) -> Any:
     """What the function at ``module:function`` returns. Modules of the working directory can be imported.
 
     Raises:
-        ValueError: there is no such module or function.
+        ValueError: there is no such module or function, or it failed.
     """
     module, colon, function = path.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
@@ -58,11 +58,14 @@ def _called(path: str) -> Any:
         if not colon:
             raise ImportError("no colon in it")
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"got {path!r}: {error}; want module:function, of a module that can be imported") from error
     if not callable(found):
         raise ValueError(f"got {path!r}, a {type(found).__name__}, want a function without arguments")
-    return found()
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
 
 
 def _arguments(values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

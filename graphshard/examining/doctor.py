@@ -101,11 +101,11 @@ def doctor(
 def _check(model: Any, mesh: Any, args: Any, kwargs: Any, strategy: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"doctor: model: got {type(model).__name__}, want an nn.Module")
-    if not isinstance(mesh, (DeviceMesh, int)) and mesh is not None:
+    if isinstance(mesh, bool) or not isinstance(mesh, DeviceMesh | int | None):
         raise TypeError(f"doctor: mesh: got {type(mesh).__name__}, want a DeviceMesh, a number of ranks or None")
     if isinstance(mesh, int) and mesh < 1:
         raise ValueError(f"doctor: mesh: got {mesh} ranks, want at least 1")
-    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence | None):
+    if isinstance(args, torch.Tensor | str) or not isinstance(args, Sequence | None):
         raise TypeError(f"doctor: args: got {type(args).__name__}, want a tuple of arguments")
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"doctor: kwargs: got {type(kwargs).__name__}, want a dict")

@@ -48,15 +48,19 @@ class ForwardLook:
         self.findings: list[Finding] = []
         self.not_looked_at: list[str] = []
         self._unread = set[str]()
+        self._failed_at = set[str]()
         with fake_forward.same_random_state(), torch.enable_grad(), _quietly():
             try:
                 self._copy()
-            except Exception as error:  # of a user's class
+            except (Exception, SystemExit) as error:  # of a user's class
                 said = f"the model cannot be copied ({type(error).__name__}: {error})"
                 self.not_looked_at.append(f"unused parameters and graph breaks: {said}")
                 return
             self._look_for_unread()
-            self._look_for_breaks()
+            if "" in self._failed_at:
+                self.not_looked_at.append("graph breaks: forward does not take these arguments")
+            else:
+                self._look_for_breaks()
         self.findings += self._unused()
 
     def _look_for_unread(self) -> None:
@@ -66,7 +70,7 @@ class ForwardLook:
             args, kwargs = fake_forward.fake_values(mode, (self._args, self._kwargs), self._device)
             with fake_forward.watched_reads(mode, named.values()) as read:
                 model(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._give_up("unused parameters", error)
         else:
             self._unread = {fsdp2.without_wrappers(name) for name, param in named.items() if id(param) not in read}
@@ -83,9 +87,10 @@ class ForwardLook:
             try:
                 with fake_forward.without_data(mode), guarded_hooks():
                     run(model, args, kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._give_up("graph breaks behind that line", error)
-        self.findings += map(_of_break, breaks)
+        found = (_of_break(one) for one in breaks)
+        self.findings += [one for one in found if self._failed_at.isdisjoint(one.where)]  # no break, but an error
 
     def _unused(self) -> Iterator[Finding]:
         if found := [owned.name for owned in self._subject.parameters if self._unread.intersection(owned.names)]:
@@ -112,14 +117,16 @@ class ForwardLook:
 
         return mode, plain_copy(self._subject.model, tensor_of, whole_of)
 
-    def _give_up(self, what: str, error: Exception) -> None:
-        why = "the forward of a copy without data failed"
+    def _give_up(self, what: str, error: BaseException) -> None:
+        why, place = "the forward of a copy without data failed", _place_of(error)
         if isinstance(error, fake_forward.NEEDS_DATA):
             why = "forward looks at data, and the copy has none"
         elif isinstance(error, fake_forward.Communicates):
             why = "forward communicates by itself"
+        else:
+            self._failed_at.add(place)
         said = str(error).strip().split("\n")[0]
-        self.not_looked_at.append(f"{what}: {why} ({_place_of(error)}{type(error).__name__}: {said:.120})")
+        self.not_looked_at.append(f"{what}: {why} ({place and f'{place}: '}{type(error).__name__}: {said:.120})")
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +156,7 @@ def _device_of(subject: Subject, inputs: Any) -> torch.device:
 
 def _place_of(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inside(f.filename)]
-    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
+    return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def _is_inside(file: str) -> bool:

@@ -32,6 +32,8 @@ _PATIENCE = 0.97
 _CONNECTION_TIMEOUT_S = 10.0
 # Ranks come to their first program at least so far apart: they have traced it before.
 _FIRST_S = 10.0
+# Stands for no deadline: stores take no infinite time.
+_YEAR_S = 365 * 24 * 3600.0
 
 
 class WatchedModel(Protocol):
@@ -88,7 +90,7 @@ def watch(owner: object, model: WatchedModel, units: Sequence[Unit], deadline_s:
             f"deadline_s: got {deadline_s:g} s, but the process group gives up after {timeout:g} s, before it; want "
             "less, or give init_process_group a longer timeout"
         )
-    deadline = default_deadline_s(timeout) if deadline_s is None else float(deadline_s)
+    deadline = default_deadline_s(timeout) if deadline_s is None else min(float(deadline_s), _YEAR_S)
     folder = env.fault_dir()
     if reason := check_folder(folder):
         model.report.say_once(

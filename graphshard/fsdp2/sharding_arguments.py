@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -149,6 +150,17 @@ def refused_policy(name: str, param: Tensor, param_dtype: torch.dtype | None) ->
         yield Refusal("policy", name, error)
 
 
+def check_policies(mp_policy: MixedPrecisionPolicy | None, offload_policy: OffloadPolicy | None) -> None:
+    """Refuses what torch takes in a policy, and fails at later."""
+    for name, dtype in ({} if mp_policy is None else vars(mp_policy)).items():
+        whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point
+        if name.endswith("dtype") and (whole or isinstance(dtype, (str, int))):
+            raise TypeError(f"compile: mp_policy: got {name}={dtype!r}, want a floating-point torch.dtype or None")
+    pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    if pins and not torch.accelerator.is_available():
+        raise ValueError("compile: offload_policy: got pin_memory=True without an accelerator, want pin_memory=False")
+
+
 def check_reshard(count: int, ranks: int) -> None:
     """Refuses a `reshard_after_forward` that does not divide the ranks of the mesh."""
     if not 1 <= count <= ranks or ranks % count:
@@ -170,7 +182,11 @@ def refused_placements(
         ignored: parameters that are not sharded.
     """
     for name, param in parameters:
-        placement = None if param in ignored else placement_of(param)
+        try:
+            placement = None if param in ignored else placement_of(param)
+        except Exception as raised:
+            raised.add_note(f"compile: shard_placement_fn: it was called for '{name}' of shape {tuple(param.shape)}")
+            raise
         if placement is None or hasattr(placement, "mesh_info") or isinstance(param, DTensor):
             continue  # FSDP2's default; one with a mesh of its own; one whose local size decides
         where = f"compile: shard_placement_fn of parameter '{name}' of shape {tuple(param.shape)}"

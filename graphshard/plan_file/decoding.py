@@ -53,7 +53,8 @@ def _dataclass(kind: Any, value: object, where: str) -> Any:
     if unknown := sorted(set(value) - set(names)):
         raise ValueError(f"{inside}{unknown[0]}: got an unknown name, want only {', '.join(sorted(names))}")
     if missing := [name for name in names if name not in value]:
-        raise ValueError(f"{inside}{missing[0]}: got nothing, want it beside {', '.join(sorted(value)) or 'nothing'}")
+        beside = f"want it beside {', '.join(sorted(value))}" if value else f"want {', '.join(names)}"
+        raise ValueError(f"{inside}{missing[0]}: got nothing, {beside}")
     hints = get_type_hints(kind)
     return kind(**{name: decode(hints[name], value[name], inside + name) for name in names})
 

@@ -114,7 +114,7 @@ def _too_small(problem: Problem, budget_bytes: float, simulations: dict[str, Sim
         units[unit, what] = units.get((unit, what), 0) + num_bytes
     unit, what = max(units, key=lambda key: units[key], default=("", ""))
     place = problem.ops[at] if at < len(problem.ops) else "the end"
-    who = f", where unit {unit!r} {what} {units[unit, what]} bytes" if units else ""
+    who = f", where unit {unit or 'root'!r} {what} {units[unit, what]} bytes" if units else ""
     return (
         f"memory_budget: got {budget_bytes} bytes for {problem.direction}, want at least {live[at]}: "
         f"that is the least found ({name}), at {place}{who}"

@@ -41,9 +41,11 @@ def make_planning(
         keeps: whether the planner decides which units stay gathered.
 
     Raises:
-        TypeError: `memory_budget` is no number.
+        TypeError: `memory_budget` is no number, or `hardware` no text.
         ValueError: an argument is not one of those above.
     """
+    if not isinstance(hardware, str | os.PathLike | None):
+        raise TypeError(f"compile: hardware: got {hardware!r:.80}, want a name of the hardware table, a path, or None")
     machine = find_hardware(detect_hardware(device_type) if hardware is None else hardware)
     budget_bytes = None if memory_budget is None else _budget_bytes(memory_budget, machine.memory_bytes)
     if plan == "fsdp2" and budget_bytes is not None:
@@ -79,7 +81,7 @@ def _budget_bytes(memory_budget: int | float, memory_bytes: int) -> int:
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, (int, float)):
         raise TypeError(f"compile: memory_budget: got {memory_budget!r:.80}, want bytes, a share of memory or None")
     if isinstance(memory_budget, float) and 0.0 < memory_budget <= 1.0:
-        return int(memory_budget * memory_bytes)
+        return max(1, int(memory_budget * memory_bytes))
     if not math.isfinite(memory_budget) or memory_budget < 1 or memory_budget != int(memory_budget):
         raise ValueError(
             f"compile: memory_budget: got {memory_budget}, want bytes, as an int, or a share in (0, 1] of a rank's "

@@ -28,6 +28,7 @@ from graphshard.compat.inductor import (
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.compat.running_trace import traced_code
+from graphshard.compat.tensors import is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
@@ -38,6 +39,7 @@ from graphshard.lowering.traced_blocks import compile_traced_once
 from graphshard.lowering.twins import with_arguments, without_twins
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.runtime.selective import recomputing_all
 from graphshard.runtime.uncompiled import as_it_is, gathering_one_by_one, is_one_call
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
@@ -128,6 +130,7 @@ def make_backend(
             bodies,
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
+        report = runtime.context.report
         compile_region = compile_region_inductor if inductor else compile_region_aot
 
         def compile_it(bodies: Sequence[Body]) -> Callable[..., Any]:
@@ -146,6 +149,9 @@ def make_backend(
             )
 
         def run(*args: Any) -> Any:
+            if is_selective():
+                with recomputing_all(report):
+                    return run(*args)
             results = compiled(*args)
             if torch.is_grad_enabled():
                 captured.calls.watch(results)

@@ -23,7 +23,7 @@ from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.autograd import backward_id
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.modules import own_parameters
-from graphshard.compat.tensors import moved_tensors, seen_by
+from graphshard.compat.tensors import is_selective, moved_tensors, seen_by
 from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.graph import user_comms
@@ -39,6 +39,7 @@ from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
 from graphshard.runtime.read_memory import ReadMemory
 from graphshard.runtime.running_backward import RunningBackward
+from graphshard.runtime.selective import recomputing_all
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shard_table import ShardTable
@@ -185,6 +186,9 @@ class Engine:
     ) -> Any:
         if not self.compiled:
             return marked_classes.own_call(module, *args, **kwargs)
+        if is_selective():
+            with recomputing_all(self.context.report):
+                return self._call(module, method, args, kwargs)
         if self.running:
             return self._call_inside(module, method, args, kwargs)
         if (seer := seen_by()) is not None:
@@ -284,6 +288,9 @@ class Engine:
     @uncaptured
     def unshard_outside(self, module: nn.Module, name: str) -> Tensor:
         """Gathers one parameter in the middle of a forward that no graph covers, once per forward."""
+        if is_selective():
+            with recomputing_all(self.context.report):
+                return self.unshard_outside(module, name)
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         shard = self.shards.at(leaf)
         if not self.is_gathered(module, name):  # in FSDP2, too

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from graphshard.agree.contract import Contract
 from graphshard.following.followed_pass import FollowedPass, members
 from graphshard.following.route import Leg
 from graphshard.fsdp2 import Unit
@@ -218,6 +219,7 @@ def _free(binding: Binding) -> None:
 
 
 def _sent_for(leg: Leg, binding: Binding, program: Program, direction: Direction) -> FollowedPass:
-    assert program.contract is not None
-    contract = program.contract.for_params(contract_params(binding))
+    params = contract_params(binding)
+    # No contract: a part that sends nothing, as the backward of what is frozen and stays gathered.
+    contract = Contract((), (), tuple(params)) if program.contract is None else program.contract.for_params(params)
     return FollowedPass(leg.role(follows=True).whole, contract, direction)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -62,8 +62,19 @@ def arguments() -> None:
         compile(models.Decoder(), mesh(), units=["layers"])
     with refused(TypeError, "mp_policy: got torch.bfloat16, want .*MixedPrecisionPolicy"):
         compile(models.Decoder(), mesh(), mp_policy=torch.bfloat16)
-    with refused(TypeError, "mp_policy: got reduce_dtype='bf16', want a torch.dtype"):
-        compile(models.Decoder(), mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype="bf16"))
+    for dtype in ("bf16", torch.int8):
+        with refused(TypeError, f"mp_policy: got reduce_dtype={dtype!r}, want a floating-point torch.dtype"):
+            compile(models.Decoder(), mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    if not torch.accelerator.is_available():
+        with refused(ValueError, "offload_policy: got pin_memory=True without an accelerator"):
+            compile(models.Decoder(), mesh(), offload_policy=CPUOffloadPolicy())
+    with refused(TypeError, "hardware: got 5, want a name"):
+        compile(models.Decoder(), mesh(), hardware=5)
+    with refused(ValueError, "reshard_after_forward: got a value with strategy='replicate', which shards nothing"):
+        compile(models.Decoder(), mesh(), strategy="replicate", reshard_after_forward="auto")
+    with pytest.raises(KeyError) as raised:
+        compile(models.Decoder(), mesh(), shard_placement_fn=lambda param: {}["none"])
+    assert "shard_placement_fn: it was called for 'embed.weight'" in raised.value.__notes__[0]
     with refused(TypeError, "dynamic: got 'no', want bool | None"):
         compile(models.Decoder(), mesh(), dynamic="no")
     with refused(TypeError, "ignored_params: got 'embed.weight' in the set"):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import graphshard
 from graphshard.testing import TrainingRun, training_test
 
 
@@ -162,6 +163,39 @@ def test_selective_checkpointing(run: TrainingRun, reshard: bool) -> None:
     model = run.shard(Selective(layers=2), reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     run.train(model, optimizer, loss_of, counted=True)
+
+
+class SelectiveParts(Selective):
+    """Some of what a selective checkpoint recomputes is no part of a graph."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__(layers=3)
+        self.layers[1] = nn.LSTM(models.DIM, models.DIM, batch_first=True) if recurrent else self.layers[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+        h = self.embed(x)
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            h = checkpoint(self.through, layer, h, use_reentrant=False, context_fn=contexts)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+    def through(self, layer: nn.Module, h: Tensor) -> Tensor:
+        out = layer(h)
+        return torch.tanh(out[0] if isinstance(out, tuple) else out) + h
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("regions", ["model", "unit"])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_selective_checkpoints_around_parts(run: TrainingRun, regions: str, recurrent: bool) -> None:
+    model = run.shard(SelectiveParts(recurrent), regions=regions)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    run.train(model, optimizer, loss_of)
+    if not run.is_reference:
+        assert "a selective checkpoint is around compiled regions" in str(graphshard.report(model))
 
 
 # --- preference optimization: two forwards, one backward

@@ -79,6 +79,10 @@ def empty_list(file: Path) -> None:
     file.write_text("[]")
 
 
+def nest(file: Path) -> None:
+    file.write_text("[" * 200_000)
+
+
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("__1_0.distcp", Path.unlink, "rank \\d: __1_0.distcp is missing"),
     ("__1_0.distcp", half, "rank \\d: __1_0.distcp has \\d+ bytes, want \\d+"),
@@ -87,7 +91,8 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (METADATA, Path.unlink, "rank \\d: .metadata is missing"),
     (LIST, Path.unlink, "rank \\d: complete.json is missing"),
     (LIST, forget_metadata, "rank \\d: complete.json does not name .metadata"),
-    (LIST, half, "rank \\d: complete.json cannot be read: JSONDecodeError: .*"),
+    (LIST, half, "rank \\d: complete.json cannot be read: ValueError: .*"),
+    (LIST, nest, "rank \\d: complete.json cannot be read: ValueError: .*"),
     (LIST, empty_list, "rank \\d: complete.json cannot be read: TypeError: .*"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,10 @@ def fails(x: Tensor) -> Tensor:
     raise ValueError("no such thing")
 
 
+def leaves(x: Tensor) -> Tensor:
+    sys.exit(3)
+
+
 def sends_objects(x: Tensor) -> Tensor:
     dist.broadcast_object_list([1])
     return x
@@ -176,6 +181,15 @@ def test_a_forward_that_fails_is_no_failure_of_the_doctor() -> None:
     for said in graphshard.doctor(Net(fails), 2, inputs()).not_looked_at:
         assert "the forward of a copy without data failed" in said
         assert "no such thing" in said
+    for said in graphshard.doctor(Net(leaves), 2, inputs()).not_looked_at:
+        assert "SystemExit: 3" in said
+
+
+def test_arguments_that_forward_does_not_take_are_no_graph_break() -> None:
+    diagnosis = graphshard.doctor(Net(), 2, (), {"none": 1})
+    assert "graph break" not in kinds(diagnosis)
+    assert "TypeError" in diagnosis.not_looked_at[0]
+    assert diagnosis.not_looked_at[1] == "graph breaks: forward does not take these arguments"
 
 
 def test_a_forward_that_sends_objects_is_not_gone_on_with() -> None:
@@ -260,7 +274,9 @@ def test_json_has_all_of_it() -> None:
     [
         ((3,), TypeError, "model: got int"),
         ((Net(), "cpu"), TypeError, "mesh: got str"),
+        ((Net(), True), TypeError, "mesh: got bool"),
         ((Net(), 0), ValueError, "mesh: got 0 ranks"),
+        ((Net(), 2, "x"), TypeError, "args: got str, want a tuple"),
         ((Net(), 2, torch.ones(2)), TypeError, "args: got Tensor, want a tuple"),
         ((Net(), 2, (), [1]), TypeError, "kwargs: got list"),
     ],
@@ -285,6 +301,8 @@ def bad():
     return model
 def inputs():
     return torch.ones(2, 8)
+def fails():
+    raise RuntimeError("no weights")
 def both():
     return (torch.ones(2, 8),), {}
 number = 3
@@ -315,6 +333,8 @@ def test_command_tells_by_its_status_whether_something_is_refused(
     [
         (["my_models"], "want module:function"),
         (["my_models:none"], "has no attribute 'none'"),
+        ([":"], "want module:function"),
+        (["my_models:fails"], "my_models:fails raised RuntimeError: no weights"),
         (["my_models:number"], "a int, want a function"),
         (["my_models:inputs"], "returned a Tensor, want an nn.Module"),
         (["my_models:good", "--world", "0"], "got 0 ranks"),
