@@ -31,6 +31,15 @@ FOUND = {
     "what is read around graphs is reduced together with what earlier microbatches left": Case(
         (Layer("nested", inner=(Layer("lstm", breaks="all"), Layer("norm"))),) * 2, microbatches=2
     ),
+    "a part of which backward sends nothing is followed": Case(
+        (
+            Layer("nested", breaks="all", frozen="all", inner=(Layer("mlp", hidden=3), Layer("embedding", hidden=7))),
+            Layer("embedding", hidden=7, breaks="all"),
+        ),
+        units="inner",
+        regions="unit",
+        moves=("train", "other_rows", "train"),
+    ),
 }
 
 
