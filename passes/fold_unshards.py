@@ -83,8 +83,8 @@ def _additions(reduction: Any, most: int) -> list[str]:
     there are uses. More are what an operator's own formula adds.
     """
     found: list[str] = []
-    node = reduction.args[0]
-    while is_call(reduction, REDUCE_GRAD) and len(found) < most and _is_sum(node) and len(node.users) == 1:
+    node = reduction.args[0] if is_call(reduction, REDUCE_GRAD) else None
+    while len(found) < most and _is_sum(node) and len(node.users) == 1:
         found.append(node.name)
         node = node.args[0]
     return found

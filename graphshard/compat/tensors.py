@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 K = TypeVar("K", bound=Hashable)
 # Of a tensor: shape, strides, offset; numbers and symbolic expressions.
@@ -32,11 +33,10 @@ def seen_by() -> str | None:
 
 
 def is_selective() -> bool:
-    """Whether a selective checkpoint, and no other mode, sees each operator of a call now: one that does not look into
-    compiled code, as it says itself.
-    """
-    count = torch._C._len_torch_dispatch_stack()
-    return count > 0 and all(torch._C._get_dispatch_stack_at(at).ignore_compile_internals() for at in range(count))
+    """Whether selective checkpoints, and no other modes, see each operator of a call now."""
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    found = [isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes]
+    return bool(found) and all(found)
 
 
 def unseen() -> AbstractContextManager[object]:
