@@ -178,7 +178,8 @@ def compile(
         raise ValueError("compile: reshard_after_forward: got 'auto' with plan='fsdp2', which decides nothing")
     if regions == "unit" and not (isinstance(plan, str) and plan in PLANS):
         raise ValueError(
-            "compile: plan: got a plan file with regions='unit', which gathers between programs: want regions='model'"
+            "compile: plan: got a plan file with regions='unit', which gathers between programs: want regions='model', "
+            "or plan='auto'"
         )
     keeps = auto or (reshard_after_forward is None and not annotated and strategy == "fully_shard")
     planning = make_planning(plan, memory_budget, hardware, kind, backend == "inductor", keeps)

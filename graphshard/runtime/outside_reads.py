@@ -140,7 +140,9 @@ class OutsideReads:
         return shard.as_seen(full).data  # the same memory, but no view: a forward may write into it
 
     def run_backward(self, shard: Shard, grad: Tensor, call: Call | None, record: ProgramRecord | None) -> None:
-        """Does with a gradient what the flags say now. `call`: the read, where others are followed in it."""
+        """Does with a gradient what the flags say now. `call`: the read, where its gradient
+        is waited for: others are followed in it, or it is added to one that is held.
+        """
         self._backward_runs()
         if call is not None and call.read is None:
             self._follower.outside_backward(call)
