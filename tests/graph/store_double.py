@@ -10,10 +10,21 @@ from datetime import timedelta
 STACK_BYTES = 256 * 1024  # there are a thousand threads
 
 
-class CountingStore:
-    """What the ranks share. `of` is the store of one rank."""
+COME_S = 60.0
 
-    def __init__(self) -> None:
+
+class CountingStore:
+    """What the ranks share. `of` is the store of one rank.
+
+    Args:
+        expected: how many ranks count themselves before any may ask who is missing. On a slow machine a deadline
+            passes before a thousand threads have come.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = expected
+        self.came: set[int] = set()
+        self.all_came = threading.Event()
         self.values: dict[str, bytes] = {}
         self.arrived: dict[str, threading.Event] = {}
         self.lock = threading.Lock()
@@ -35,7 +46,14 @@ class RankView:
         self._write(key, lambda _: value.encode())
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._write(key, lambda found: str(int(found or b"0") + amount).encode()))
+        if not amount or key.endswith("/given_up"):
+            assert not self._shared.expected or self._shared.all_came.wait(COME_S), "ranks have not come"
+        total = int(self._write(key, lambda found: str(int(found or b"0") + amount).encode()))
+        with self._shared.lock:
+            self._shared.came.add(self._rank)
+            if len(self._shared.came) == self._shared.expected:
+                self._shared.all_came.set()
+        return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         assert expected == ""
