@@ -26,8 +26,11 @@ def traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
         answer = ASK(tensors, numbers, block, said).shape
         if answer[0]:
-            outputs = TWIN(tensors, numbers, block, answer[1])
-            return tuple([outputs[at - 1] if at else None for at in answer[2:]]) if len(answer) > 2 else outputs[0]
+            made = TWIN(tensors, numbers, block, answer[1])
+            if len(answer) == 2:
+                return made[0]
+            both = [*made, *tensors]
+            return tuple([both[at - 1] if at else None for at in answer[2:]])
         returned = call(self, *args, **kwargs)
         outputs, results = _listed(returned)
         if outputs:

@@ -13,6 +13,8 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -69,7 +71,7 @@ class Changes:
         # Of a list, say, it is known that it is changed, not when. What is made in the trace is reached from these.
         self._unknown = any(map(_is_changed_container, variables))
         self._hooks = len(effects.tensor_hooks)
-        self._stored: dict[tuple[int, str], weakref.ref[Any]] = {}
+        self._stored: dict[tuple[int, str], list[object]] = {}
         self.tensors: set[int] = set()
         stored: dict[Any, Any] = effects.store_attr_mutations
         for variable, values in stored.items():
@@ -78,16 +80,31 @@ class Changes:
             there = not isinstance(variable.mutation_type, AttributeMutationNew)
             if there or isinstance(variable, (TensorVariable, NewGlobalVariable)):
                 for name, value in values.items():
-                    self._stored[id(variable), name] = weakref.ref(value)
-                    self._unknown |= not isinstance(value, (ConstantVariable, TensorVariable, SymNodeVariable))
-                    if isinstance(value, TensorVariable):
-                        self.tensors.add(id(value.as_proxy().node.meta.get("example_value")))
+                    self._stored[id(variable), name] = self._seen(value)
+
+    def _seen(self, value: Any) -> list[object]:
+        """A value by reference, with what is in it: of a dict that is kept, say, items may be set."""
+        seen: list[object] = [weakref.ref(value)]
+        if type(value) is ConstDictVariable:
+            keys: list[Any] = [key.vt for key in value.items]
+            for item in (*keys, *value.items.values()):
+                seen += self._seen(item)
+        elif type(value) in (ListVariable, TupleVariable):
+            for item in value.items:
+                seen += self._seen(item)
+        elif isinstance(value, TensorVariable):
+            self.tensors.add(id(value.as_proxy().node.meta.get("example_value")))
+        else:
+            self._unknown |= not isinstance(value, (ConstantVariable, SymNodeVariable))
+        return [*seen, len(seen)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Changes) or self._unknown or other._unknown or self._hooks != other._hooks:
             return False
-        pairs = ((value(), other._stored.get(key, _nothing)()) for key, value in self._stored.items())
-        return len(self._stored) == len(other._stored) and all(a is b and a is not None for a, b in pairs)
+        if self._stored.keys() != other._stored.keys():
+            return False
+        pairs = ((seen, other._stored[key]) for key, seen in self._stored.items())
+        return all(len(a) == len(b) and all(map(_is_same, a, b)) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -98,12 +115,16 @@ def graph_inputs() -> dict[int, int]:
     return {id(node.meta.get("example_value")): number for number, node in enumerate(placeholders)}
 
 
-def _nothing() -> None:
-    return None
+def _is_same(a: object, b: object) -> bool:
+    if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):
+        return a() is b() is not None
+    return a == b
 
 
 def _is_changed_container(variable: Any) -> bool:
     if isinstance(variable, UserDefinedObjectVariable):
+        if isinstance(variable.mutation_type, AttributeMutationNew):
+            return False
         effects = InstructionTranslator.current_tx().output.side_effects
         names = ("is_base_vt_modified", "is_underlying_vt_modified")  # the latter before torch 2.12
         changed: bool = next(getattr(variable, name) for name in names if hasattr(variable, name))(effects)

@@ -36,7 +36,8 @@ _LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) 
 # Answers an empty tensor of size [0, number, of]: trace the block, as that exemplar (0: as none), and as the witness of
 # another one (0: of none); or of size [1, number, *results]: it is a twin of that exemplar.
 ASK = torch.ops.graphshard.ask_twin.default
-# Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on.
+# Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on. In
+# an answer the outputs are those that it has made, and behind them come its inputs.
 END = torch.ops.graphshard.end_exemplar.default
 TWIN = torch.ops.graphshard.twin.default
 
@@ -58,7 +59,7 @@ class _Exemplar:
         before: what was changed before it.
         inputs: each tensor that it brings, and how often it was written.
         needs_grad: whether one of them needs a gradient.
-        results: as `END` says; None: its trace has not come to its end, or it stands for no other.
+        results: as an answer says; None: its trace has not come to its end, or it stands for no other.
         outputs: described, and whether each needs a gradient. No tensor: it would keep the trace alive.
     """
 
@@ -79,16 +80,20 @@ class _Exemplar:
         inputs = [(value(), written) for value, written in self.inputs]
         if any(value is None or _written(value) != written for value, written in inputs):
             return
-        # Python sees that a twin's outputs are neither its inputs nor each other.
-        if len({*map(id, outputs)} - {id(value) for value, _ in inputs}) < len(outputs):
+        given = {id(value): place for place, (value, _) in enumerate(inputs)}
+        made = {id(value): value for value in outputs if id(value) not in given}
+        # Python sees that no two of them are the same.
+        if not made or len({*map(id, outputs)}) < len(outputs) or (len(made) < len(outputs) and not results):
             return
         # They need no gradient unless an input does: gradients may begin inside.
-        if any(value.requires_grad for value in outputs) and not self.needs_grad:
+        if any(value.requires_grad for value in made.values()) and not self.needs_grad:
             return
-        described = [_described(value) for value in outputs]
+        described = [_described(value) for value in made.values()]
         if None not in described:
             self.outputs = [output for output in described if output is not None]
-            self.results = results
+            place_of = {key: place for place, key in enumerate(made)}
+            place_of |= {key: len(made) + place for key, place in given.items()}
+            self.results = [place_of[id(outputs[result - 1])] + 1 if result else 0 for result in results]
 
     def agrees_with(self, exemplar: _Exemplar) -> bool:
         """Whether it is a witness that returned what its exemplar did."""

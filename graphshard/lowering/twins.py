@@ -4,7 +4,7 @@ had been if Dynamo had traced them all: see `graph.twin_calls`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from types import FunctionType
@@ -217,8 +217,10 @@ class _Expansion:
         # As Dynamo orders inputs, by their first uses: slots are numbered so.
         uses = [min((position[user] for user in node.users), default=0) for node in self._placeholders]
         first_uses = [*accumulate(uses, max)]
-        for scope in [*_scopes(self._gm)]:
-            self._expand(scope, position)
+        scopes = [*_scopes(self._gm)]
+        exemplars = {node.args[3] for scope in scopes for node in scope.graph.nodes if is_call(node, TWIN)}
+        for scope in scopes:
+            self._expand(scope, position, exemplars)
         first_uses += [at for at, _ in self._added.values()]
         order = sorted(range(len(first_uses)), key=lambda at: (first_uses[at], at))
         first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -228,15 +230,19 @@ class _Expansion:
         arguments = Arguments(order, places, self._blocks)
         return Expanded(self._gm, [self._inputs[at] for at in order], arguments, self._twins)
 
-    def _expand(self, scope: _Scope, position: dict[Node, int]) -> None:
+    def _expand(self, scope: _Scope, position: dict[Node, int], exemplars: Set[object]) -> None:
+        """`exemplars`: those that have twins."""
         nodes = list(scope.graph.nodes)
         asked: dict[object, int] = {}
         for at, node in enumerate(nodes):
             if is_call(node, ASK):
                 asked[node.meta["example_value"].shape[1]] = at
             elif is_call(node, END) and (exemplar := node.args[1]):
+                of = nodes[asked[exemplar]].meta["example_value"].shape[2]
+                if exemplars.isdisjoint((exemplar, of)):
+                    continue
                 body = self._bodies[exemplar] = _body(scope, nodes[asked[exemplar] : at + 1])
-                if of := nodes[asked[exemplar]].meta["example_value"].shape[2]:
+                if of:
                     self._compare(self._bodies[of], body)
             elif is_call(node, TWIN):
                 self._replace(scope, node, position[scope.call or node])
@@ -317,7 +323,8 @@ class _Expansion:
 def _body(scope: _Scope, nodes: Sequence[Node]) -> _Body:
     ask, *inner, end = nodes
     inputs = _brought(ask)
-    outputs: Any = end.args[0]
+    returned: Any = end.args[0]
+    outputs = [output for output in returned if output not in inputs]
     if not set(outputs) <= set(inner):
         raise _NotAlike("a block returns what it has not made")
     inside = {*inner, *inputs}

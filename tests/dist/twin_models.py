@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -126,6 +127,67 @@ class Reusing(Stack):
         return x
 
 
+class Handing(Block):
+    """Returns what it is called with, too."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return mask, super().forward(x) * mask, None
+
+
+class Handed(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.first(x), x.detach().sigmoid()
+        mask = given
+        for block in self.blocks:
+            mask, x, _ = block(x, mask)
+        return x if mask is given else x.exp()
+
+
+class Collector:
+    found: Any = None
+
+
+class Asking(Block):
+    """Looks whether what it makes is collected, as classes of transformers do."""
+
+    collector: Collector
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if "states" in self.collector.found:
+            self.collector.found["states"].append(x.detach())
+        return x
+
+
+class Collecting(Stack):
+    """Makes a dict for what is collected, and puts it where its blocks find it."""
+
+    def __init__(self, *wanted: str) -> None:
+        super().__init__(Asking)
+        self.collector = Collector()
+        self.wanted = wanted
+        for block in self.blocks:
+            block.collector = self.collector
+
+    def forward(self, x: Tensor) -> Tensor:
+        named = OrderedDict(x=x)
+        self.collector.found = found = {name: [] for name in self.wanted}
+        x = super().forward(named["x"])
+        self.collector.found = None
+        return x + sum((state.mean() for states in found.values() for state in states), torch.zeros(()))
+
+
+class Offering(Collecting):
+    """Its blocks find what they are called with in that dict, too."""
+
+    def __init__(self) -> None:
+        super().__init__("given")
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.collector.found["given"] = [x]
+        return super().through(block, x)
+
+
 def signed_zero(number: int) -> nn.Module:
     block = Signed(number)
     block.zero = 0.0 if number < 3 else -0.0
@@ -170,6 +232,8 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "used twice": (Twice, 7),
     "a model that changes itself": (Remembering, 3),
     "one tensor for two at first": (lambda: Reusing(Mixing), 2),
+    "returning what they are called with": (lambda: Handed(Handing), 3),
+    "a new dict that they look into": (lambda: Collecting("others"), 3),
     "zeros of two signs": (lambda: Stack(signed_zero), 1),
 }
 
@@ -387,6 +451,8 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "an attribute set between them": SetsAttribute,
     "an item set between them": SetsItem,
     "filling a list that is new": Renewing,
+    "a new dict that they fill": lambda: Collecting("states"),
+    "a new dict of what they are called with": Offering,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
     "by which tensor they have": Picked,
