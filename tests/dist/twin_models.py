@@ -162,12 +162,12 @@ class Asking(Block):
 class Collecting(Stack):
     """Makes a dict for what is collected, and puts it where its blocks find it."""
 
-    def __init__(self, *wanted: str) -> None:
-        super().__init__(Asking)
+    def __init__(self, *wanted: str, block: Callable[[int], nn.Module] = Asking) -> None:
+        super().__init__(block)
         self.collector = Collector()
         self.wanted = wanted
-        for block in self.blocks:
-            block.collector = self.collector
+        for member in self.blocks:
+            member.collector = self.collector
 
     def forward(self, x: Tensor) -> Tensor:
         named = OrderedDict(x=x)
@@ -177,14 +177,20 @@ class Collecting(Stack):
         return x + sum((state.mean() for states in found.values() for state in states), torch.zeros(()))
 
 
+class Offered(Asking):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.collector.found["first"][0].detach()
+
+
 class Offering(Collecting):
-    """Its blocks find what they are called with in that dict, too."""
+    """Its blocks find there, too, what the first of them is called with."""
 
     def __init__(self) -> None:
-        super().__init__("given")
+        super().__init__("first", block=Offered)
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        self.collector.found["given"] = [x]
+        if not self.collector.found["first"]:
+            self.collector.found["first"].append(x)
         return super().through(block, x)
 
 
@@ -452,7 +458,7 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "an item set between them": SetsItem,
     "filling a list that is new": Renewing,
     "a new dict that they fill": lambda: Collecting("states"),
-    "a new dict of what they are called with": Offering,
+    "a new dict of what the first is called with": Offering,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
     "by which tensor they have": Picked,
