@@ -44,6 +44,7 @@ ELSEWHERE = {
     "graph/user_comms.py:_unit": "words of ModelDeleted",
     "graph/verify.py": "an invariant's, with its place in the graph",
     "lowering/driver.py:leaves_out": "an error of verify.py",
+    "lowering/traced_blocks.py:_compiled": "what `BlockCall` says",
     "lowering/twins.py": "TwinsMoved, ModelDeleted, or what Dynamo is to trace once more",
     "plan_file/decoding.py": "`got ..., want ...` with a place in the file; text.py says which file",
     "plan_file/soundness.py": "`got ..., want ...` with a place in the file; text.py says which file",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,3 +93,13 @@ def _behind_views(node: Any) -> Any:
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
+
+
+@contextmanager
+def quiet(function: str) -> Iterator[None]:
+    """Inside, torch does not print where the forward was called of an autograd function of this class whose backward
+    raises: while it traces, it looks for what went wrong, whether somebody handles it or not.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"Error detected in {function}Backward")
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -74,7 +75,10 @@ def inline_only(function: C) -> C:
     """Lets Dynamo inline `function` in a trace, but never capture its frame by itself: each call outside a trace is
     plain Python.
     """
-    skip_code(function.__code__)
+    code = function.__code__
+    inside = (value for value in code.co_consts if isinstance(value, CodeType) and value.co_name.startswith("<"))
+    for own in (code, *inside):  # comprehensions have frames of their own before Python 3.12
+        skip_code(own)
     return function
 
 

@@ -21,18 +21,35 @@ _LIBRARY: Any = torch.library.Library("graphshard", "FRAGMENT")  # type: ignore[
 _LIBRARY.define("block(Tensor[] inputs, str call) -> Tensor[]")
 _LIBRARY.define("block_saving(Tensor[] inputs, str call) -> Tensor[]")
 _LIBRARY.define("block_backward(Tensor[] grads, str call) -> Tensor[]")
-_LIBRARY.define("pass_on(Tensor value) -> Tensor")
+_LIBRARY.define("pass_on(Tensor value, int[]? stride=None) -> Tensor")
 
 BLOCK = torch.ops.graphshard.block.default
 # Returns what backward reads, too.
 BLOCK_SAVING = torch.ops.graphshard.block_saving.default
 # In front of the gradients it takes what was saved, once `split_blocks` has said what that is.
 BLOCK_BACKWARD = torch.ops.graphshard.block_backward.default
+# With strides, a trace has the gradient of what it yields in these.
 PASS_ON = torch.ops.graphshard.pass_on.default
 
 
 class OtherGradients(Exception):
-    """Backward brings a block other gradients than its body was traced with."""
+    """Backward brings a block other gradients than its body was traced with.
+
+    Args:
+        said: what they are like.
+        body: its name.
+        output: the number of an output.
+        stride: of the output's gradient; None: there is none, or it is of another dtype.
+    """
+
+    @property
+    def asked(self) -> tuple[str, int, tuple[int, ...]] | None:
+        """The body, the output and the strides with which it would do; None: none."""
+        _, body, output, stride = self.args
+        return None if stride is None else (body, output, stride)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +79,11 @@ _bodies: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
 
 def body_of(call: str) -> Body:
     """The body that a call stands for."""
-    return _bodies[call.partition("#")[0]]
+    return _bodies[_name_of(call)]
+
+
+def _name_of(call: str) -> str:
+    return call.partition("#")[0]
 
 
 def register(name: str, body: Body) -> None:
@@ -73,12 +94,14 @@ def register(name: str, body: Body) -> None:
 def call_block(call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Calls a block while its surroundings are traced."""
     if body_of(call).taken:
-        outputs: tuple[Tensor, ...] = _Call.apply(call, *inputs)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = BlockCall.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
     return tuple(BLOCK(list(inputs), call))
 
 
-class _Call(torch.autograd.Function):
+class BlockCall(torch.autograd.Function):
+    """Asks for the gradients of a block where its outputs get some."""
+
     @staticmethod
     def forward(ctx: Any, call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
@@ -90,21 +113,25 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        body = body_of(ctx.call)
+        body, name = body_of(ctx.call), _name_of(ctx.call)
         taken = []
         for number, want in body.taken:
             grad = grads[number]
             if grad is None:
-                raise OtherGradients("the loss does not depend on all that a block returns")
-            if (grad.stride(), grad.dtype) != (want.stride(), want.dtype):
-                raise OtherGradients(f"a gradient has strides {grad.stride()}, its value {want.stride()}")
+                raise OtherGradients("the loss does not depend on all that a block returns", name, number, None)
+            if grad.dtype != want.dtype:
+                raise OtherGradients(f"a gradient is {grad.dtype}, its value {want.dtype}", name, number, None)
+            if grad.stride() != want.stride():
+                raise OtherGradients(
+                    f"a gradient has strides {grad.stride()}, another {want.stride()}", name, number, grad.stride()
+                )
             taken.append(grad)
         given = iter(BLOCK_BACKWARD(taken, ctx.call))
         return None, *(None if grad is None else next(given) for grad in body.grads)
 
 
-def _like(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _like(value: Tensor, stride: Sequence[int] | None = None) -> Tensor:
+    return torch.empty_strided(value.shape, stride or value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _block_fake(inputs: Sequence[Tensor], call: str) -> list[Tensor]:
@@ -119,9 +146,8 @@ def _block_backward_fake(grads: Sequence[Tensor], call: str) -> list[Tensor]:
     return [_like(value) for value in body_of(call).grads if value is not None]
 
 
-def _pass_on_backward(ctx: Any, grad: Tensor) -> Tensor:
-    passed: Tensor = PASS_ON(grad)
-    return passed
+def _pass_on_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return PASS_ON(grad), None
 
 
 def _only_traced(*args: Any) -> Any:

@@ -96,7 +96,7 @@ def find_blocks(graph: Graph) -> list[list[Block]]:
     """Groups of equal blocks; no two blocks share a node. None begins or ends where modes are not what they are around
     the graph: gradients switched off, autocast.
     """
-    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    nodes = [node for node in graph.nodes if node.op != "placeholder" and not only_logs(node)]
     number = {node: place for place, node in enumerate(nodes)}
     fit, edges = _fit(nodes)
     # What does not fit equals nothing.
@@ -134,8 +134,6 @@ def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
             if isinstance(_attribute(node), GraphModule):
                 found.add(node)
         elif node.op in ("call_function", "call_method"):
-            if only_logs(node):
-                continue
             if not isinstance(value, (Tensor, tuple, list, *_SIZES)) and node.target is not operator.setitem:
                 break  # it may set anything
             if not any(is_wrapper(part) for part in _parts(value)):

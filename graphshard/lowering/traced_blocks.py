@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
@@ -10,11 +10,13 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard import env
+from graphshard.compat.autograd import quiet
 from graphshard.compat.block_trace import Trace
 from graphshard.compat.dynamo import copy_captured, is_static_input
+from graphshard.compat.inductor import copy_graph, module_like
 from graphshard.compat.partitioner import has_budget, partition
 from graphshard.errors import VerifyError
-from graphshard.graph.block_calls import PASS_ON, Body, OtherGradients, register
+from graphshard.graph.block_calls import PASS_ON, BlockCall, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
 from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args, output_node
 from graphshard.lowering import driver
@@ -23,6 +25,7 @@ from graphshard.passes.collapse_blocks import CollapseEdit
 from graphshard.reporting.report import Report
 
 T = TypeVar("T")
+_MOST_TRACES = 6
 # Traces a part of a captured graph by itself, with arguments like these.
 Tracer: TypeAlias = Callable[[GraphModule, Sequence[Tensor]], Trace]
 
@@ -52,20 +55,13 @@ def compile_traced_once(
         return compile_it(())
     flat, collapsed = gm.graph, copy_captured(gm)
     edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
-    bodies: dict[str, Body] = {}
-    calls = {name: blocks[0].module(gm) for name, blocks in edit.bodies}
-    left = list(edit.left)
-    for name, (block, *_) in edit.bodies:
-        try:
-            traced = trace(block.module(gm), [value_of_captured(node) for node in block.inputs])
-            bodies[name] = _body(traced, block, f"{title}.{name}", report.note_once)
-            register(name, bodies[name])
-        except _Refused as why:
-            left.append(str(why))
-    taken = tuple((name, blocks) for name, blocks in edit.bodies if name in bodies)
+    first = {name: (blocks[0], blocks[0].module(gm)) for name, blocks in edit.bodies}
+    bodies = _Bodies(first, trace, report, title)
+    left = [*edit.left, *bodies.trace_all()]
+    taken = tuple((name, blocks) for name, blocks in edit.bodies if name in bodies.traced)
     if taken:
         try:
-            driver.collapse(collapsed, CollapseEdit(taken), title, calls, report.note_once)
+            driver.collapse(collapsed, CollapseEdit(taken), title, bodies.parts, report.note_once)
         except VerifyError as error:
             if strict or env.verify_level() < driver.RUNS:
                 raise
@@ -74,12 +70,10 @@ def compile_traced_once(
     if taken:
         gm.graph = collapsed
         try:
-            compiled = compile_it([*bodies.values()])
-        except Exception as error:
-            if (cause := _cause(error)) is None:
-                raise
+            compiled = _compiled(gm, bodies, compile_it)
+        except _Refused as why:
             taken = ()
-            left.append(str(cause))
+            left.append(str(why))
         gm.graph = flat
     for line in left:
         report.note_once(f"equal blocks are traced one by one: {line}")
@@ -91,6 +85,80 @@ def compile_traced_once(
 
 class _Refused(Exception):
     """Equal blocks cannot be traced once."""
+
+
+class _Bodies:
+    """The bodies of a graph.
+
+    Args:
+        first: a block of each, by the body's name, and that block as a graph of its own.
+
+    Attributes:
+        parts: those graphs.
+        traced: what the compiler makes of them.
+    """
+
+    def __init__(
+        self, first: Mapping[str, tuple[Block, GraphModule]], trace: Tracer, report: Report, title: str
+    ) -> None:
+        self._blocks = {name: block for name, (block, _) in first.items()}
+        self.parts = {name: part for name, (_, part) in first.items()}
+        self.traced: dict[str, Body] = {}
+        self._trace, self._report, self._title = trace, report, title
+
+    def trace_all(self) -> list[str]:
+        """Traces each; why some cannot be."""
+        left = []
+        for name in self.parts:
+            try:
+                self._trace_one(name)
+            except _Refused as why:
+                left.append(str(why))
+        return left
+
+    def trace_with_gradient(self, name: str, output: int, stride: Sequence[int]) -> None:
+        """Traces one again, with the gradient of one of its outputs in other strides."""
+        self.parts[name] = _with_gradient(self.parts[name], output, stride)
+        self._trace_one(name)
+
+    def _trace_one(self, name: str) -> None:
+        block = self._blocks[name]
+        trace = self._trace(self.parts[name], [value_of_captured(node) for node in block.inputs])
+        self.traced[name] = _body(trace, block, f"{self._title}.{name}", self._report.note_once)
+        register(name, self.traced[name])
+
+
+def _compiled(gm: GraphModule, bodies: _Bodies, compile_it: Callable[[Sequence[Body]], T]) -> T:
+    """Compiles a graph of calls. In which strides gradients come to a block is known from what is behind it only."""
+    calls = gm.graph
+    for last in (*[False] * (_MOST_TRACES - 1), True):
+        gm.graph = calls
+        gm.graph = copy_captured(gm)  # the front end may change it
+        try:
+            with quiet(BlockCall.__name__):
+                return compile_it([*bodies.traced.values()])
+        except Exception as error:
+            if (other := _cause(error)) is None:
+                raise
+            if last or other.asked is None:
+                raise _Refused(str(other)) from None
+        bodies.trace_with_gradient(*other.asked)
+    raise AssertionError("the last of the traces neither ends nor fails")
+
+
+def _with_gradient(part: GraphModule, output: int, stride: Sequence[int]) -> GraphModule:
+    """The graph of a block whose trace has the gradient of one of its outputs in these strides."""
+    part = module_like(part, copy_graph(part))
+    end = output_node(part.graph)
+    returned = [*output_args(part.graph)]
+    if is_call(returned[output], PASS_ON):
+        returned[output].args = (returned[output].args[0], stride)
+    else:
+        with part.graph.inserting_before(end):
+            returned[output] = part.graph.call_function(PASS_ON, (returned[output], stride))
+    end.args = (tuple(returned),)
+    part.recompile()
+    return part
 
 
 def _cause(error: BaseException | None) -> OtherGradients | None:
@@ -115,7 +183,8 @@ def _body(trace: Trace, block: Block, title: str, say: Callable[[str], object]) 
     memory = [node.meta["val"].untyped_storage() for node in (*placeholders, *results[: len(outputs)])]
     if len(set(map(StorageWeakRef, memory))) < len(memory):
         raise _Refused("they return what they read, or several views of one tensor")
-    values = tuple(node.meta["val"] for node in results[: len(outputs)])
+    own = [node.all_input_nodes[0] if is_call(node, PASS_ON) else node for node in results[: len(outputs)]]
+    values = tuple(node.meta["val"] for node in own)
     taken = tuple(zip(differentiable, (node.meta["val"] for node in tangents), strict=False))
     grads = tuple(None if node is None else node.meta["val"] for node in results[len(outputs) :])
     for node in trace.gm.graph.nodes:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from twin_changes import CHANGES
-from twin_models import ALIKE, OTHER, Drawing, Stack, WithScale
+from twin_models import ALIKE, Stack
+from twin_others import OTHER, Drawing, WithScale
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from graphshard.compat.block_trace import trace_apart
-from graphshard.compat.dynamo import boxed, boxed_graph
-from graphshard.compat.inductor import compile_region_aot
-from graphshard.compat.partitioner import CustomPartitionerFn, partition
-from graphshard.graph.block_calls import Body, call_block
-from graphshard.graph.ir import is_tangent, output_args
-from graphshard.lowering import driver
-from graphshard.lowering.traced_blocks import compile_traced_once
-from graphshard.reporting.report import Report
+from traced_model import Traced
 
 BATCH, DIM = 3, 8
 
@@ -66,6 +56,12 @@ def in_other_modes(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
     return out.float() * scale
 
 
+def making_a_module(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+    """Dynamo keeps a node of what torch logs of it."""
+    out: Tensor = nn.ModuleList([layer])[:1][0](x)
+    return out
+
+
 def written(layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
     out: Tensor = layer(x).mul_(2)
     return out
@@ -90,65 +86,17 @@ class Stack(nn.Module):
         return x
 
 
-class Traced:
-    """A model whose captured graph was compiled: its graphs by their directions, and what was said."""
-
-    def __init__(self, model: Callable[..., Any], dynamic: bool = False) -> None:
-        self.graphs: dict[str, GraphModule] = {}
-        self._bodies: Sequence[Body] = ()
-        self.report = Report()
-        self.calls = 0
-        torch._dynamo.reset()
-        self.run: Callable[..., Any] = torch.compile(model, backend=self._backend, fullgraph=True, dynamic=dynamic)
-
-    def _backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        def compile_it(bodies: Sequence[Body]) -> Any:
-            self.calls = sum(node.target is call_block for node in gm.graph.nodes)
-            self._bodies = bodies
-            return compile_region_aot(gm, inputs, self._compile, _Partitioner())
-
-        def trace(part: GraphModule, values: Sequence[Tensor]) -> Any:
-            return trace_apart(part, values, compile_region_aot)
-
-        return compile_traced_once(gm, trace, compile_it, self.report, "a")
-
-    def _compile(self, gm: GraphModule, inputs: Sequence[Any], direction: str) -> Any:
-        driver.expand(gm, "a")
-        self.graphs[direction] = gm
-        run = boxed_graph(gm)
-        return boxed(lambda args: run(args))
-
-    def saved_bytes(self) -> int:
-        """Of what forward makes for backward."""
-        taken = self.graphs["backward"].graph.find_nodes(op="placeholder")
-        count = sum(not is_tangent(node) for node in taken)
-        saved = dict.fromkeys(output_args(self.graphs["forward"].graph)[-count:])
-        values = [node.meta["val"] for node in saved if node.op != "placeholder"]
-        # Not the states of random numbers, whose sizes are symbols.
-        return sum(value.nbytes for value in values if value.dtype != torch.uint8)
-
-    def lines(self, direction: str) -> list[str]:
-        """Operators with the kinds of their arguments and results, in any order."""
-        gm = self.graphs[direction]
-        lines = []
-        for node in gm.graph.nodes:
-            args = torch.fx.node.map_arg(node.args, lambda read: str(read.meta["val"]))
-            lines.append(f"{node.target if node.op == 'call_function' else node.op} {args} {node.meta.get('val')}")
-        return sorted(lines)
-
-
-class _Partitioner(CustomPartitionerFn):
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        driver.run_joint_passes(gm)
-        return partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> str:
-        return "test"
-
-
 @pytest.mark.parametrize(
     ("step", "calls"),
-    [(plain, 6), (skip, 4), (checkpointed, 6), (written, 6), (in_other_modes, 5), (written_in_part, 6)],
+    [
+        (plain, 6),
+        (skip, 4),
+        (checkpointed, 6),
+        (written, 6),
+        (in_other_modes, 5),
+        (written_in_part, 6),
+        (making_a_module, 6),
+    ],
 )
 def test_results_and_gradients_are_those_of_blocks_traced_one_by_one(
     step: Step, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +210,44 @@ class Unread(nn.Module):
             x = layer(x)
             sums.append(x.mean(0).exp())
         return x, torch.stack(sums).detach()
+
+
+class Transposed(nn.Module):
+    """Blocks between values in other strides: gradients come in those of what is behind them.
+
+    Args:
+        between: whether gradients come in others in the middle, too.
+    """
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(10))
+        self.last = nn.Linear(DIM, DIM)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.t().sin().t()
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.between and number == 4:
+                x = x.t().contiguous().t() * 2
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_gradients_in_other_strides_than_their_values(between: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model = Transposed(between)
+    found = []
+    traced = Traced(model)
+    for run in (traced.run, model):
+        x = torch.linspace(-1, 1, BATCH * DIM).view(BATCH, DIM).requires_grad_()
+        model.zero_grad()
+        run(x).square().sum().backward()
+        found.append([x.grad, *(param.grad for param in model.parameters())])
+    assert all(map(torch.equal, *found))
+    assert traced.calls == 10 and not traced.report.notes
+    assert not [warning for warning in recwarn if "Error detected" in str(warning.message)]
 
 
 @pytest.mark.parametrize(

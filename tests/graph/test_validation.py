@@ -25,7 +25,8 @@ from graphshard.lowering import driver, traced_blocks
 from graphshard.passes import CAPTURED, COLLAPSE, EXPAND, JOINT, PROGRAM, Pass
 from tests.graph.graphs import F32, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights, two_gathers
 from tests.graph.test_golden import GRAPHS, backward_accumulating, forward_keeping
-from tests.graph.test_traced_blocks import BATCH, DIM, Stack, Traced, plain
+from tests.graph.test_traced_blocks import BATCH, DIM, Stack, plain
+from tests.graph.traced_model import Traced
 
 FAILED = r"^\[V1\] pass {} of \S+ changes what is computed: result \d, %\w+, of rank \d: .*; run \S+run\.py\n"
 
