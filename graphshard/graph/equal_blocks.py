@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
 from graphshard.compat.tensors import is_torch_operator, version
 from graphshard.graph.block_calls import PASS_ON
+from graphshard.graph.ir import ALIAS, is_call
 from graphshard.graph.repeats import Repeat, find_repeats
 
 # Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks.
@@ -60,7 +61,8 @@ class Block:
 
     def passes_what_is_written(self) -> bool:
         """Whether something writes, in place, what others read behind the block: it would write into a copy."""
-        values = (value_of_captured(node) for node in self.passed)
+        handed = filter(self._hands_on, self.outputs)
+        values = (value_of_captured(node) for node in (*self.passed, *handed))
         return any(not value.is_inference() and version(value) > 0 for value in values)
 
     def is_lazy(self) -> bool:
@@ -68,8 +70,13 @@ class Block:
         values = (value_of_captured(node) for node in (*self.inputs, *self.outputs))
         return any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in values)
 
+    def _hands_on(self, node: Node) -> bool:
+        """Whether it is an input by another name (`capture.unit_inputs`)."""
+        return is_call(node, ALIAS) and node.args[0] in self.inputs
+
     def module(self, gm: GraphModule) -> GraphModule:
-        """The block as a graph of its own: takes `inputs`, returns `outputs`, and `passed` by `PASS_ON`.
+        """The block as a graph of its own: takes `inputs`, returns `outputs` and `passed`; the latter, and aliases of
+        inputs, by `PASS_ON`, so that a trace has gradients of theirs.
 
         Args:
             gm: it is of.
@@ -80,8 +87,11 @@ class Block:
         for node in self.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         # Behind all else, so that its gradient comes first, as that of what is read behind the block does.
-        passed = [graph.call_function(PASS_ON, (copies[node],)) for node in self.passed]
-        graph.output((*(copies[node] for node in self.outputs), *passed))
+        given = {node for node in self.outputs if self._hands_on(node)}.union(self.passed)
+        returned = (*self.outputs, *self.passed)
+        graph.output(
+            tuple(graph.call_function(PASS_ON, (copies[node],)) if node in given else copies[node] for node in returned)
+        )
         return GraphModule(gm, graph)
 
 

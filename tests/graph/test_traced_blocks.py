@@ -235,6 +235,36 @@ class Transposed(nn.Module):
         return out
 
 
+class HandingOn(nn.Module):
+    """Blocks that a value enters by an alias, and leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        bias = self.last(x)
+        for layer in self.layers:
+            bias = torch.ops.aten.alias.default(bias)
+            x = (layer(x + bias) * bias).sin() + bias.exp()
+        return x * bias, bias.detach()
+
+
+def test_blocks_hand_on_what_they_are_given() -> None:
+    model = HandingOn()
+    found = []
+    traced = Traced(model)
+    for run in (traced.run, model):
+        x = torch.linspace(-1, 1, BATCH * DIM).view(BATCH, DIM).requires_grad_()
+        model.zero_grad()
+        result, bias = run(x)
+        result.sum().backward()
+        found.append([result, bias, x.grad, *(param.grad for param in model.parameters())])
+    assert all(map(torch.equal, *found))
+    assert traced.calls >= 5 and not traced.report.notes
+
+
 @pytest.mark.parametrize("between", [False, True])
 def test_gradients_in_other_strides_than_their_values(between: bool, recwarn: pytest.WarningsRecorder) -> None:
     model = Transposed(between)
