@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphshard.compat.dynamo import inline_only
-from graphshard.graph.twin_calls import ASK, END, TWIN
+from graphshard.graph.twin_calls import ASK, END, OTHER, TWIN
 
 # On a block that may have twins: its mark, or "" (see `twins`).
 TWIN_MARK = "_graphshard_twin"
@@ -21,8 +21,8 @@ def traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
         block = self.__dict__[TWIN_MARK]
         tensors: list[Tensor] = []
         numbers: list[int] = []
-        said = _said((args, tuple(kwargs.items())), tensors, numbers) if block else _OTHER
-        if _OTHER in said or not tensors:
+        said = _said((args, tuple(kwargs.items())), tensors, numbers) if block else ""
+        if not tensors:
             return call(self, *args, **kwargs)
         answer = ASK(tensors, numbers, block, said).shape
         if answer[0]:
@@ -40,13 +40,10 @@ def traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
     return inline_only(call_block)
 
 
-_OTHER = "?"
-
-
 @inline_only
 def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     """A call's arguments as text, in which every tensor is alike and joins `tensors`, every int `numbers`; with
-    `_OTHER`, if there are any that text cannot tell apart, or that a block could change.
+    `OTHER`, if there are any that text cannot tell apart, or that a block could change.
     """
     if type(value) is Tensor or type(value) is nn.Parameter:
         tensors.append(value)
@@ -60,7 +57,7 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
         return f"{len(value)}'{value}'"
     if type(value) is tuple:
         return "(" + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
-    return _OTHER
+    return OTHER
 
 
 @inline_only

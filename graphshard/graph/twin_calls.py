@@ -38,6 +38,8 @@ _LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) 
 ASK = torch.ops.graphshard.ask_twin.default
 # Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on. In
 # an answer the outputs are those that it has made, and behind them come its inputs.
+# In what a call says: an argument that text cannot tell from others, or that the block could change.
+OTHER = "?"
 END = torch.ops.graphshard.end_exemplar.default
 TWIN = torch.ops.graphshard.twin.default
 
@@ -110,7 +112,7 @@ def _exemplars_beside(value: Tensor) -> list[_Exemplar]:
 
 
 def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said: str) -> Tensor:
-    graph, described = surrounding_graph(), _described_call(inputs)
+    graph, described = surrounding_graph(), None if OTHER in said else _described_call(inputs)
     if graph is None or described is None or not all(map(is_known, numbers)):
         return _answer(inputs, 0, 0, 0)
     exemplars = _exemplars_beside(inputs[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from graphshard.capture.twins import Twins
+from graphshard.capture.twins import LEAST_TWINS, Twins
 from graphshard.compat.dynamo import add_input, checkpoint_graph, copy_captured, is_random
 from graphshard.compat.inductor import module_like
 from graphshard.compat.running_trace import guarded_names, has_met, reads_identities, trace_again
@@ -22,7 +22,7 @@ from graphshard.compat.tensors import is_known, mesh_of
 from graphshard.errors import ModelDeleted, TwinsMoved
 from graphshard.graph.equal_blocks import described, kind_of
 from graphshard.graph.ir import is_call
-from graphshard.graph.twin_calls import ASK, END, TWIN
+from graphshard.graph.twin_calls import ASK, END, OTHER, TWIN, group_of
 from graphshard.reporting.report import Report
 
 
@@ -104,10 +104,13 @@ def without_twins(
         return None
     expanded = None
     try:
-        said = {node.target for scope in _scopes(gm) for node in scope.graph.nodes}
-        if broken and ASK in said and TWIN not in said:  # what is traced behind would differ for each block
-            raise _NotAlike("graph breaks between them")
-        if TWIN in said:
+        calls = [node for scope in _scopes(gm) for node in scope.graph.nodes if is_call(node, ASK)]
+        has_twins = any(is_call(node, TWIN) for scope in _scopes(gm) for node in scope.graph.nodes)
+        if broken and not has_twins and any(not _has_other(node) for node in calls):
+            raise _NotAlike("graph breaks between them")  # what is traced behind would differ for each block
+        if not has_twins and (why := _why_none(calls)):
+            twins.say_none(why)
+        if has_twins:
             if reads_identities(twins.names()):
                 raise _NotAlike("code looks at which of them is which, as by id(self)")
             if twins.learn_read(guarded_names()):
@@ -120,6 +123,21 @@ def without_twins(
         trace_again()
     _drop_questions(gm if expanded is None else expanded.module)
     return expanded
+
+
+def _has_other(ask: Node) -> bool:
+    return OTHER in str(ask.args[3])
+
+
+def _why_none(asks: Sequence[Node]) -> str:
+    """Why none of the blocks that ask is another's twin; ``""``: too few of them are alike."""
+    alike: dict[str, dict[object, bool]] = {}
+    for ask in asks:
+        alike.setdefault(group_of(str(ask.args[2])), {})[ask.args[2]] = _has_other(ask)
+    many = [blocks for blocks in alike.values() if len(blocks) >= LEAST_TWINS]
+    if any(any(blocks.values()) for blocks in many):
+        return "they are called with what they may change, such as a cache: in transformers, want use_cache=False"
+    return "each is called otherwise, or the code around them changes what they may read" if many else ""
 
 
 class _NotAlike(Exception):

@@ -131,6 +131,24 @@ def test_two_traces_that_differ_are_noticed(two_ranks: WorkerPool) -> None:
         assert twins == 0 and "blocks are captured one by one: two that look alike are traced otherwise" in notes
 
 
+def notes_without_twins(name: str) -> tuple[int, list[str]]:
+    model: Any = graphshard.compile(OTHER[name](), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    model(*models.features(0, 0)).sum().backward()
+    return twins_of(model), [note for note in graphshard.report(model).notes if "one by one" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("filling a list", "they are called with what they may change, such as a cache"),
+        ("an item set between them", "each is called otherwise, or the code around them changes what they may read"),
+    ],
+)
+def test_why_blocks_that_are_alike_have_no_twins_is_said(two_ranks: WorkerPool, name: str, why: str) -> None:
+    for twins, (note, *more) in two_ranks.run(notes_without_twins, name):
+        assert twins == 0 and note.startswith(f"blocks are captured one by one: {why}") and not more
+
+
 @training_test()
 def test_call_may_bring_what_a_block_has(run: TrainingRun) -> None:
     model = WithScale()

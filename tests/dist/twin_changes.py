@@ -10,7 +10,8 @@ import models
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from twin_models import Block, Scaled, Stack
+from twin_models import Block, Stack
+from twin_others import Scaled
 
 
 class Acting(Block):
