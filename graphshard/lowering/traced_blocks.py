@@ -116,10 +116,11 @@ class _Bodies:
                 left.append(str(why))
         return left
 
-    def trace_with_gradient(self, name: str, output: int, stride: Sequence[int]) -> None:
-        """Traces one again, with the gradient of one of its outputs in other strides."""
+    def trace_with_gradient(self, name: str, output: int, stride: Sequence[int]) -> bool:
+        """Traces one again, with the gradient of one of its outputs in other strides; whether it is in these."""
         self.parts[name] = _with_gradient(self.parts[name], output, stride)
         self._trace_one(name)
+        return dict(self.traced[name].taken)[output].stride() == tuple(stride)
 
     def _trace_one(self, name: str) -> None:
         block = self._blocks[name]
@@ -142,7 +143,8 @@ def _compiled(gm: GraphModule, bodies: _Bodies, compile_it: Callable[[Sequence[B
                 raise
             if last or other.asked is None:
                 raise _Refused(str(other)) from None
-        bodies.trace_with_gradient(*other.asked)
+        if not bodies.trace_with_gradient(*other.asked):  # torch 2.11 traces with contiguous gradients only
+            raise _Refused(str(other))
     raise AssertionError("the last of the traces neither ends nor fails")
 
 

@@ -213,26 +213,17 @@ class Unread(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Blocks between values in other strides: gradients come in those of what is behind them.
+    """What is behind its blocks is in other strides than what they return, and so are the gradients that come."""
 
-    Args:
-        between: whether gradients come in others in the middle, too.
-    """
-
-    def __init__(self, between: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(10))
-        self.last = nn.Linear(DIM, DIM)
-        self.between = between
+        self.layers = nn.ModuleList(Block() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.t().sin().t()
-        for number, layer in enumerate(self.layers):
+        x = x.sin()
+        for layer in self.layers:
             x = layer(x)
-            if self.between and number == 4:
-                x = x.t().contiguous().t() * 2
-        out: Tensor = self.last(x)
-        return out
+        return x.t().contiguous() * 2
 
 
 class HandingOn(nn.Module):
@@ -265,9 +256,8 @@ def test_blocks_hand_on_what_they_are_given() -> None:
     assert traced.calls >= 5 and not traced.report.notes
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_gradients_in_other_strides_than_their_values(between: bool, recwarn: pytest.WarningsRecorder) -> None:
-    model = Transposed(between)
+def test_gradients_in_other_strides_than_their_values(recwarn: pytest.WarningsRecorder) -> None:
+    model = Transposed()
     found = []
     traced = Traced(model)
     for run in (traced.run, model):
@@ -276,7 +266,11 @@ def test_gradients_in_other_strides_than_their_values(between: bool, recwarn: py
         run(x).square().sum().backward()
         found.append([x.grad, *(param.grad for param in model.parameters())])
     assert all(map(torch.equal, *found))
-    assert traced.calls == 10 and not traced.report.notes
+    if torch.__version__ < "2.13":  # AOTAutograd traces with contiguous gradients only
+        said = "equal blocks are traced one by one: a gradient has strides (1, 3), another (8, 1)"
+        assert traced.calls == 0 and traced.report.notes == [said]
+    else:
+        assert traced.calls == 6 and not traced.report.notes
     assert not [warning for warning in recwarn if "Error detected" in str(warning.message)]
 
 
