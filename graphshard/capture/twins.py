@@ -166,13 +166,9 @@ class Twins:
     def refuse(self, why: str) -> None:
         """From now on no blocks are alike."""
         self._refused = True
-        self.say_none(why)
+        self._say(f"blocks are captured one by one: {why}")
         for block in self.blocks:
             vars(block)[TWIN_MARK] = ""
-
-    def say_none(self, why: str) -> None:
-        """Tells why blocks are traced one by one."""
-        self._say(f"blocks are captured one by one: {why}")
 
     def kept(self, value: T) -> weakref.ref[T]:
         """Keeps `value` as long as the model; whoever reads it by the reference does not."""

@@ -132,7 +132,8 @@ class _Bodies:
 def _compiled(gm: GraphModule, bodies: _Bodies, compile_it: Callable[[Sequence[Body]], T]) -> T:
     """Compiles a graph of calls. In which strides gradients come to a block is known from what is behind it only."""
     calls = gm.graph
-    for last in (*[False] * (_MOST_TRACES - 1), True):
+    traces = 1
+    while True:
         gm.graph = calls
         gm.graph = copy_captured(gm)  # the front end may change it
         try:
@@ -141,11 +142,11 @@ def _compiled(gm: GraphModule, bodies: _Bodies, compile_it: Callable[[Sequence[B
         except Exception as error:
             if (other := _cause(error)) is None:
                 raise
-            if last or other.asked is None:
+            if traces == _MOST_TRACES or other.asked is None:
                 raise _Refused(str(other)) from None
+        traces += 1
         if not bodies.trace_with_gradient(*other.asked):  # torch 2.11 traces with contiguous gradients only
             raise _Refused(str(other))
-    raise AssertionError("the last of the traces neither ends nor fails")
 
 
 def _with_gradient(part: GraphModule, output: int, stride: Sequence[int]) -> GraphModule:

@@ -108,9 +108,9 @@ def without_twins(
         has_twins = any(is_call(node, TWIN) for scope in _scopes(gm) for node in scope.graph.nodes)
         if broken and not has_twins and any(not _has_other(node) for node in calls):
             raise _NotAlike("graph breaks between them")  # what is traced behind would differ for each block
-        if not has_twins and (why := _why_none(calls)):
-            twins.say_none(why)
-        if has_twins:
+        if not has_twins:
+            _say_why(calls, report)
+        else:
             if reads_identities(twins.names()):
                 raise _NotAlike("code looks at which of them is which, as by id(self)")
             if twins.learn_read(guarded_names()):
@@ -129,15 +129,22 @@ def _has_other(ask: Node) -> bool:
     return OTHER in str(ask.args[3])
 
 
-def _why_none(asks: Sequence[Node]) -> str:
-    """Why none of the blocks that ask is another's twin; ``""``: too few of them are alike."""
+def _say_why(asks: Sequence[Node], report: Report) -> None:
+    """Says why none of the blocks that ask is another's twin, if enough of them are alike."""
     alike: dict[str, dict[object, bool]] = {}
     for ask in asks:
         alike.setdefault(group_of(str(ask.args[2])), {})[ask.args[2]] = _has_other(ask)
     many = [blocks for blocks in alike.values() if len(blocks) >= LEAST_TWINS]
     if any(any(blocks.values()) for blocks in many):
-        return "they are called with what they may change, such as a cache: in transformers, want use_cache=False"
-    return "each is called otherwise, or the code around them changes what they may read" if many else ""
+        report.note_once(
+            "blocks are captured one by one: they are called with more than tensors, None, ints, texts, flags and "
+            "tuples of these, such as a cache: in transformers, want use_cache=False"
+        )
+    elif many:
+        report.note_once(
+            "blocks are captured one by one: each is called otherwise, they return more than tensors and None, or the "
+            "code around them changes what they may read"
+        )
 
 
 class _NotAlike(Exception):

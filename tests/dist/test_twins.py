@@ -140,8 +140,8 @@ def notes_without_twins(name: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("filling a list", "they are called with what they may change, such as a cache"),
-        ("an item set between them", "each is called otherwise, or the code around them changes what they may read"),
+        ("filling a list", "they are called with more than tensors, None, "),
+        ("an item set between them", "each is called otherwise, "),
     ],
 )
 def test_why_blocks_that_are_alike_have_no_twins_is_said(two_ranks: WorkerPool, name: str, why: str) -> None:

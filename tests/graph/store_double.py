@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 STACK_BYTES = 256 * 1024  # there are a thousand threads
-
-
 COME_S = 60.0
 
 
