@@ -111,6 +111,14 @@ def _exemplars_beside(value: Tensor) -> list[_Exemplar]:
     return _exemplars.setdefault(fake_mode_of(value), [_Exemplar()])
 
 
+def may_have_twins(answer: Tensor) -> bool:
+    """Whether a block that is called as the one that got this answer had been a twin, if one more had come."""
+    exemplars = _exemplars_beside(answer)
+    _, number, *_ = answer.shape
+    exemplar = exemplars[exemplars[number].of or number]
+    return exemplars[exemplar.witness].agrees_with(exemplar)
+
+
 def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said: str) -> Tensor:
     graph, described = surrounding_graph(), None if OTHER in said else _described_call(inputs)
     if graph is None or described is None or not all(map(is_known, numbers)):
@@ -125,10 +133,12 @@ def _ask_fake(inputs: Sequence[Tensor], numbers: Sequence[Any], block: str, said
         if exemplars[exemplar.witness].agrees_with(exemplar):
             return _answer(inputs, 1, number, *exemplar.results)
         if not exemplar.witness and exemplar.block != block:
-            of, exemplar.witness = number, len(exemplars)
+            of = number
             break
     if not before.tensors.isdisjoint(map(id, inputs)):
         return _answer(inputs, 0, 0, 0)  # what it is called with, it may read elsewhere too
+    if of:
+        exemplars[of].witness = len(exemplars)
     seen = [(weakref.ref(value), _written(value)) for value in inputs]
     exemplars.append(_Exemplar(block, of, 0, brought, before, seen, any(value.requires_grad for value in inputs)))
     return _answer(inputs, 0, len(exemplars) - 1, of)

@@ -22,7 +22,7 @@ from graphshard.compat.tensors import is_known, mesh_of
 from graphshard.errors import ModelDeleted, TwinsMoved
 from graphshard.graph.equal_blocks import described, kind_of
 from graphshard.graph.ir import is_call
-from graphshard.graph.twin_calls import ASK, END, OTHER, TWIN, group_of
+from graphshard.graph.twin_calls import ASK, END, OTHER, TWIN, group_of, may_have_twins
 from graphshard.reporting.report import Report
 
 
@@ -131,6 +131,8 @@ def _has_other(ask: Node) -> bool:
 
 def _say_why(asks: Sequence[Node], report: Report) -> None:
     """Says why none of the blocks that ask is another's twin, if enough of them are alike."""
+    if any(may_have_twins(ask.meta["example_value"]) for ask in asks):
+        return  # but for their number
     alike: dict[str, dict[object, bool]] = {}
     for ask in asks:
         alike.setdefault(group_of(str(ask.args[2])), {})[ask.args[2]] = _has_other(ask)

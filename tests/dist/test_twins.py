@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from twin_changes import CHANGES
 from twin_models import ALIKE, Stack
-from twin_others import OTHER, Drawing, WithScale
+from twin_others import OTHER, Drawing, Drawn, Three, WithScale
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -120,21 +121,27 @@ def test_twins_are_there_where_they_are_asked_for(two_ranks: WorkerPool) -> None
     assert two_ranks.run(twins_on_one_rank) == [0, 3]
 
 
-def twins_whose_traces_differ() -> tuple[int, list[str]]:
-    model: Any = graphshard.compile(Stack(Drawing), init_device_mesh("cpu", (2,)), backend="aot_eager")
+def notes_of_twins(build: Callable[[], nn.Module]) -> tuple[int, list[str]]:
+    model: Any = graphshard.compile(build(), init_device_mesh("cpu", (2,)), backend="aot_eager")
     model(*models.features(0, 0)).sum().backward()
-    return twins_of(model), graphshard.report(model).notes
-
-
-def test_two_traces_that_differ_are_noticed(two_ranks: WorkerPool) -> None:
-    for twins, notes in two_ranks.run(twins_whose_traces_differ):
-        assert twins == 0 and "blocks are captured one by one: two that look alike are traced otherwise" in notes
+    return twins_of(model), [note for note in graphshard.report(model).notes if "one by one" in note]
 
 
 def notes_without_twins(name: str) -> tuple[int, list[str]]:
-    model: Any = graphshard.compile(OTHER[name](), init_device_mesh("cpu", (2,)), backend="aot_eager")
-    model(*models.features(0, 0)).sum().backward()
-    return twins_of(model), [note for note in graphshard.report(model).notes if "one by one" in note]
+    return notes_of_twins(OTHER[name])
+
+
+def test_two_traces_that_differ_are_noticed(two_ranks: WorkerPool) -> None:
+    why = "blocks are captured one by one: two that look alike are traced otherwise"
+    assert two_ranks.run(notes_of_twins, partial(Stack, Drawing)) == [(0, [why])] * 2
+
+
+def test_blocks_have_twins_beside_two_traces_that_differ(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(notes_of_twins, Drawn) == [(3, [])] * 2
+
+
+def test_nothing_is_said_of_blocks_that_are_too_few_for_twins(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(notes_of_twins, Three) == [(0, [])] * 2
 
 
 @pytest.mark.parametrize(

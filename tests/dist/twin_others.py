@@ -29,6 +29,25 @@ class Offering(Collecting):
         return super().through(block, x)
 
 
+class OfferedToo(Asking):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale + self.collector.found["scale"][0]
+
+
+class OfferingToo(Collecting):
+    """Its blocks find there what all of them but one are called with."""
+
+    def __init__(self) -> None:
+        super().__init__("scale", block=OfferedToo)
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        scales = self.collector.found["scale"]
+        if not scales:
+            scales.append(x.detach().sigmoid())
+        out: Tensor = block(x, scales[0].square() if block is self.blocks[3] else scales[0])
+        return out
+
+
 class Numbered(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.number)
@@ -213,6 +232,32 @@ class Drawing(Block):
         return super().forward(x) * _next_number()
 
 
+class Drawn(Stack):
+    """Two blocks that look alike and are traced otherwise, and have no twins; then blocks that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawing = nn.ModuleList(map(Drawing, range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.drawing:  # the first is called with what needs no gradient
+            x = block(x)
+        return super().forward(x)
+
+
+class Three(nn.Module):
+    """So few blocks that none has a twin: the first is called with what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 @torch.compiler.assume_constant_result
 def _next_number() -> int:
     Drawing.drawn += 1
@@ -241,6 +286,7 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
     "filling a list that is new": Renewing,
     "a new dict that they fill": lambda: Collecting("states"),
     "a new dict of what the first is called with": Offering,
+    "a new dict of what they are called with": OfferingToo,
     "a buffer read elsewhere": ReadAbove,
     "by what they are": KnowsItself,
     "by which tensor they have": Picked,
