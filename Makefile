@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make demo    train a small language model on 2 ranks: eager FSDP2 and graphshard side by side'
-	@echo 'make examples  the scripts of examples/ on 2 ranks: plain FSDP2, accelerate, Fabric, torchtitan'
+	@echo 'make examples  the scripts of examples/ on 2 ranks: plain FSDP2, accelerate, Fabric, Lightning, torchtitan'
 	@echo 'make check   lint, types, and the tests that need no other rank'
 	@echo 'make test    run the tests'
 	@echo 'make mutants deliberate breaks, each of which a test has to notice'

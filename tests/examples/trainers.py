@@ -15,6 +15,7 @@ NEEDS = {
     "plain_loop": "torch",
     "accelerate_loop": "accelerate",
     "fabric_loop": "lightning_fabric",
+    "lightning_trainer": "pytorch_lightning",
     "titan_parallelize": "torchtitan",
 }
 
