@@ -1,14 +1,15 @@
 """One unshard for all reads of a parameter in a forward, so that a write into it is seen by the reads behind it.
 
-Needs: a graph as Dynamo captured it, not yet functional. Leaves: every read of a parameter refers to its first one.
+Needs: a graph as Dynamo captured it, not yet functional. Leaves: every read of a parameter refers to one of them.
 
     %a = unshard(%s)                       %a = unshard(%s)
     %_ = clamp_(%a, max=1)          ->     %_ = clamp_(%a, max=1)
     %b = unshard(%s);  %y = exp(%b)        %y = exp(%a)
 
 Eager FSDP2 has one unsharded parameter per forward: what a forward writes into it, it reads again, and backward sums
-the gradients of all reads before it reduces. A first read under `no_grad` moves before it, if a later one needs a
-gradient. What a tensor subclass makes of its unshard (see `extensions`) is shared likewise.
+the gradients of all reads before it reduces. Where the first read is under `no_grad`, and a later one needs a gradient,
+that one moves before it: fake values say whether they need one. What a tensor subclass makes of its unshard (see
+`extensions`) is shared likewise.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def decide(graph: Graph, ctx: PassContext) -> ReadsEdit:
         elif is_call(node, EXTENDED):  # by its shard: another unshard, that is shared, is an argument of each
             groups.setdefault(f"extended {node.args[0]}", []).append((node, switched_off))
     reads = []
-    for (first, off), *others in groups.values():
-        if others:
-            needs_grad = any(other_off is None for _, other_off in others)
-            anchor = off.name if off is not None and needs_grad else None
-            reads.append(SharedRead(first.name, tuple(other.name for other, _ in others), anchor))
+    for group in groups.values():
+        if len(group) > 1:
+            first, off = group[0]
+            kept = next((read for read, read_off in group if read_off is None), first)
+            anchor = None if off is None or kept is first else off.name
+            reads.append(SharedRead(kept.name, tuple(read.name for read, _ in group if read is not kept), anchor))
     return ReadsEdit(tuple(reads))
 
 
 def apply(graph: Graph, edit: ReadsEdit) -> None:
-    """Makes every read refer to the first."""
+    """Makes every read refer to the one that is kept."""
     by_name = {node.name: node for node in graph.nodes}
     for read in edit.reads:
         kept = by_name[read.kept]

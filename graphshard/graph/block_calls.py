@@ -49,7 +49,7 @@ class OtherGradients(Exception):
         return None if stride is None else (body, output, stride)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return str(self.args[0]).partition("\n")[0]  # torch writes below it where a graph stood
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,7 @@ class Body:
         saved: for each value that backward reads, its place among the inputs and results of forward.
         taken: (number of an output, fake value of its gradient).
         grads: fake values of the gradients of its inputs.
+        needs_grad: whether each of its inputs needs a gradient.
     """
 
     forward: GraphModule
@@ -72,6 +73,7 @@ class Body:
     saved: tuple[int, ...] = ()
     taken: tuple[tuple[int, Tensor], ...] = ()
     grads: tuple[Tensor | None, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
 
 
 _bodies: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
@@ -92,8 +94,15 @@ def register(name: str, body: Body) -> None:
 
 
 def call_block(call: str, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Calls a block while its surroundings are traced."""
-    if body_of(call).taken:
+    """Calls a block while its surroundings are traced.
+
+    Raises:
+        OtherGradients: an input needs a gradient that the body does not make.
+    """
+    body = body_of(call)
+    if any(value.requires_grad and not needs for value, needs in zip(inputs, body.needs_grad, strict=True)):
+        raise OtherGradients("a value needs a gradient that it did not need when it was captured", "", 0, None)
+    if body.taken:
         outputs: tuple[Tensor, ...] = BlockCall.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return outputs
     return tuple(BLOCK(list(inputs), call))

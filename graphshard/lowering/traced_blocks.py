@@ -190,17 +190,19 @@ def _body(trace: Trace, block: Block, title: str, say: Callable[[str], object]) 
     values = tuple(node.meta["val"] for node in own)
     taken = tuple(zip(differentiable, (node.meta["val"] for node in tangents), strict=False))
     grads = tuple(None if node is None else node.meta["val"] for node in results[len(outputs) :])
+    needs_grad = tuple(getattr(value_of_captured(node), "requires_grad", False) for node in block.inputs)
     for node in trace.gm.graph.nodes:
         if is_call(node, PASS_ON):
             node.replace_all_uses_with(node.all_input_nodes[0])
             trace.gm.graph.erase_node(node)
     if not trace.is_joint:
-        return Body(trace.gm, values)
+        return Body(trace.gm, values, needs_grad=needs_grad)
     static = [place for place, node in enumerate(block.inputs) if is_static_input(node)]
     driver.run_joint_passes(trace.gm, title, say)
     forward, backward = partition(trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=static)
     driver.check_partition(forward, len(values))
-    return Body(forward, values, backward, _saved(forward, backward, len(values)), taken, grads)
+    saved = _saved(forward, backward, len(values))
+    return Body(forward, values, backward, saved, taken, grads, needs_grad)
 
 
 def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:

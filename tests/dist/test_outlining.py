@@ -93,6 +93,24 @@ def test_equal_blocks_run_without_gradients(run: TrainingRun) -> None:
             run.note("output", model(*models.features(0, run.rank)))
 
 
+class Recycled(Stack):
+    """Its input is what it made of it before, without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = super().forward(x)
+        return super().forward(x + before.mean())
+
+
+@training_test()
+def test_blocks_may_have_run_without_gradients_before(run: TrainingRun) -> None:
+    model: Any = run.shard(Recycled(4), units=[Block])
+    loss = model(*models.features(0, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).traced_once[0] >= 4
+
+
 def traced_once_by_rank_0() -> AbstractContextManager[Any]:
     """Other ranks trace equal blocks one by one."""
     if torch.distributed.get_rank() == 0:

@@ -49,11 +49,12 @@ def test_all_reads_of_a_parameter_become_the_first() -> None:
     assert first.args == second.args == third.args != other.args
 
 
-def test_first_read_without_gradients_moves_before_the_switch() -> None:
+def test_a_read_that_needs_a_gradient_moves_before_the_switch_of_the_first() -> None:
     graph, (first, second) = captured("off", "a", "on", "a")
+    _, needs_gradient = unshards(graph)
     run(graph)
     (node,) = unshards(graph)
-    assert node.next.target is torch._C._set_grad_enabled and node.next.args == (False,)
+    assert node is needs_gradient and node.next.target is torch._C._set_grad_enabled and node.next.args == (False,)
     assert first.args == second.args == (node,)
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import traced_model
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from traced_model import Traced
+
+from graphshard.lowering.traced_blocks import compile_traced_once
 
 BATCH, DIM = 3, 8
 
@@ -291,6 +295,24 @@ def test_blocks_that_cannot_be_traced_once_are_traced_one_by_one(model: nn.Modul
     assert all(map(torch.equal, *found))
     assert traced.calls == 0
     assert traced.report.notes == [f"equal blocks are traced one by one: {said}"]
+
+
+def test_gradients_that_fake_values_did_not_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_stale(gm: GraphModule, *rest: Any) -> Any:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            node.meta["example_value"] = node.meta["example_value"].detach()
+        return compile_traced_once(gm, *rest)
+
+    monkeypatch.setattr(traced_model, "compile_traced_once", compile_stale)
+    model, x, found = Stack(plain), torch.ones(BATCH, DIM), []
+    traced = Traced(model)
+    for run in (traced.run, model):
+        model.zero_grad()
+        run(x).sum().backward()
+        found.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+    (note,) = traced.report.notes
+    assert note.endswith("a value needs a gradient that it did not need when it was captured")
 
 
 def test_blocks_in_other_modes_are_left_alone() -> None:
