@@ -181,8 +181,8 @@ OF_GRAPHS = (
     Mutation(
         "a read behind a write does not see it",
         "passes/share_reads.py",
-        "        if others:\n",
-        "        if others and False:\n",
+        "        if len(group) > 1:\n",
+        "        if len(group) > 1 and False:\n",
         ("tests/graph/test_share_reads.py",),
     ),
     Mutation(
