@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from bench.hf.models import CASES, Batch, Case
+from bench.hf.unprepared import case_of
 from graphshard.testing.compare import ParityError, Where, compare_named, compare_tensors
 from graphshard.testing.parity import check_parity
 from graphshard.testing.steps import StepRecord, StepSequence, Trainer
@@ -71,7 +72,7 @@ class Asked:
 
     @property
     def case(self) -> Case:
-        return next(case for case in CASES if case.name == self.name)
+        return next((case for case in CASES if case.name == self.name), None) or case_of(self.name)
 
     def build(self) -> nn.Module:
         return self.case.build(as_shipped=self.as_shipped)
@@ -91,7 +92,7 @@ def unsharded(asked: Asked) -> Outcome | None:
     try:
         want, got = _train(asked, compiled=False), _train(asked, compiled=True)
     except Exception as error:  # whatever a model, or Dynamo, raises: the table says it
-        return Outcome(_told(error))
+        return Outcome(told(error))
     breaks = counters["graph_break"].total()
     try:
         _compare(got, want)
@@ -154,5 +155,6 @@ def _compare(records: list[StepRecord], wanted: list[StepRecord]) -> None:
         compare_named(got.gradients, want.gradients, tolerance=BITWISE, where=where)
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """An error on one line, if it is one."""
     return f"{type(error).__name__}: {error}"

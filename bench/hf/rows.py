@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.hf.compared import Asked, Outcome, sharded, unsharded
+from bench.hf.compared import Asked, Outcome, sharded, told, unsharded
 from bench.hf.models import Case
 from graphshard.testing import RankFailed, pool
 
@@ -66,6 +66,8 @@ def compare(asked: Asked, num_ranks: int, timeout_s: float) -> Row:
         asked.build()
     except ImportError as error:
         return Row(asked.case, error.name or str(error).strip().splitlines()[0])
+    except Exception as error:  # whatever a class that nobody prepared says of a small configuration
+        return Row(asked.case, plain=Outcome(told(error)))
     plain, ours = (_run(num_ranks, function, asked, timeout_s) for function in (unsharded, sharded))
     return Row(asked.case, plain=plain, ours=ours)
 

@@ -1,0 +1,60 @@
+"""Classes of `transformers` that nobody prepared: what their configurations call by the usual names is made small."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bench.hf.models import CLASSES, HEADS, IMAGE, LAYERS, PATCH, VOCABULARY, WIDTH, Case, image_batch, padded_batch
+
+# (size, what has it).
+_SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (VOCABULARY, ("vocab_size", "max_position_embeddings", "n_positions")),
+    (WIDTH, ("hidden_size", "d_model", "n_embd", "embedding_size", "dim")),
+    (2 * WIDTH, ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner")),
+    (2 * WIDTH, ("hidden_dim",)),
+    (WIDTH // HEADS, ("d_kv", "head_dim", "rotary_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "state_size")),
+    (WIDTH // HEADS // 2, ("qk_rope_head_dim", "qk_nope_head_dim")),
+    (LAYERS, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")),
+    (HEADS, (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts", "n_routed_experts",
+    )),
+    (2, ("num_experts_per_tok", "eos_token_id")),
+    (WIDTH // 2, ("moe_intermediate_size",)),
+    (CLASSES, ("num_labels",)),
+    (IMAGE, ("image_size",)),
+    (PATCH, ("patch_size",)),
+    (1, ("bos_token_id",)),
+    (0, ("pad_token_id", "decoder_start_token_id")),
+)  # fmt: skip
+_RATES = (
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout", "attention_dropout", "dropout",
+    "activation_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "encoder_layerdrop",
+    "decoder_layerdrop", "drop_path_rate", "classifier_dropout", "dropout_rate",
+)  # fmt: skip
+_TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
+
+
+def every_class() -> list[str]:
+    """Names of all classes for text, and for sorting images."""
+    modeling: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    named = [getattr(modeling, f"MODEL_FOR_{task}_MAPPING_NAMES").values() for task in _TASKS]
+    flat = [name for names in named for name in names]
+    return list(dict.fromkeys(name if isinstance(name, str) else name[0] for name in flat))
+
+
+def is_class(name: str) -> bool:
+    """Whether `transformers` has a model of this name, with a configuration of its own."""
+    return getattr(getattr(importlib.import_module("transformers"), name, None), "config_class", None) is not None
+
+
+def case_of(name: str) -> Case:
+    """A class in a small configuration, which it may refuse."""
+    cls: Any = getattr(importlib.import_module("transformers"), name)
+    shipped = cls.config_class()
+    small: dict[str, Any] = {field: size for size, fields in _SIZES for field in fields}
+    small |= dict.fromkeys(_RATES, 0.0) | {"use_cache": False}
+    settings = {field: value for field, value in small.items() if hasattr(shipped, field)}
+    batch = image_batch if "ImageClassification" in name else padded_batch
+    return Case(name, name, cls.config_class.__name__, settings, batch)
