@@ -104,6 +104,7 @@ class RegionOrders:
         self._forward: RunningPass[Wanted] | None = None
         self._backward: RunningPass[Wanted] | None = None
         self._backward_id = -1
+        self._told: set[str] = set()  # kinds of passes: a model of varying depth would have a line for each depth
         self.follows_backward = False
 
     # -- passes
@@ -174,10 +175,12 @@ class RegionOrders:
             if order.agreed and len(running.steps) == 1 and order.planned < order.to_plan():
                 order.plan, order.planned = self._plan(order), order.to_plan()
         elif running.expected is not None:
-            self._context.report.note_once(
-                f"{running.kind}: ran {step} where {running.expected} was known to follow: nothing is gathered "
-                "ahead behind it"
-            )
+            if running.kind not in self._told:
+                self._context.report.note_once(
+                    f"{running.kind}: ran {step} where {running.expected} was known to follow: nothing is gathered "
+                    "ahead behind it"
+                )
+                self._told.add(running.kind)
             running.expected = None
         if running is self._backward:
             self.follows_backward = order is not None and order.agreed

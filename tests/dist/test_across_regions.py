@@ -236,6 +236,8 @@ def test_pass_that_leaves_its_order_is_right_and_noted(run: TrainingRun) -> None
             "forward of 'root' with gradients: ran forward of layers.2 where forward of layers.1 was known to follow: "
             "nothing is gathered ahead behind it"
         )
+        kinds = [note.partition(": ran ")[0] for note in notes]  # each said once
+        assert sorted(kinds) == ["backward of 'root'", "forward of 'root' with gradients"]
 
 
 class Writing(models.Decoder):
