@@ -60,6 +60,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in names and not is_class(name)]:
         parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(names)}, and classes of transformers")
+    if options.every and options.models:
+        parser.error(f"--every takes all: got {', '.join(options.models)} too")
     chosen = every_class() if options.every else options.models or names
     machine = Machine.this()
     asked = [Asked(name, "auto", "inductor", options.as_shipped) for name in chosen]

@@ -36,10 +36,10 @@ _LIBRARY.define("twin(Tensor[] inputs, SymInt[] numbers, str block, int number) 
 # Answers an empty tensor of size [0, number, of]: trace the block, as that exemplar (0: as none), and as the witness of
 # another one (0: of none); or of size [1, number, *results]: it is a twin of that exemplar.
 ASK = torch.ops.graphshard.ask_twin.default
-# Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on. In
-# an answer the outputs are those that it has made, and behind them come its inputs.
 # In what a call says: an argument that text cannot tell from others, or that the block could change.
 OTHER = "?"
+# Says what an exemplar returned: a tensor, or a tuple of `results`, each None (0) or one of the outputs, from 1 on. In
+# an answer the outputs are those that it has made, and behind them come its inputs.
 END = torch.ops.graphshard.end_exemplar.default
 TWIN = torch.ops.graphshard.twin.default
 
