@@ -59,6 +59,7 @@ class Case:
         dim: width.
         tied: whether the head's weight is the embedding's.
         unused: whether the model has a parameter that forward never reads.
+        recycled: whether all layers run once without gradients, and once more with them on what came out.
         mesh: ``"shard"``, ``"hybrid"`` (on four ranks), ``"replicate"``.
         policy: ``"f32"``, ``"bf16"``, ``"bf16_reduce_f32"``.
         units: ``"auto"``: those that graphshard finds; ``"layers"``, ``"some"`` layers, ``"inner"`` ones of nested
@@ -77,6 +78,7 @@ class Case:
     dim: int = 16
     tied: bool = False
     unused: bool = False
+    recycled: bool = False
     mesh: str = "shard"
     policy: str = "f32"
     units: str = "auto"
@@ -157,6 +159,7 @@ def cases() -> st.SearchStrategy[Case]:
         dim=st.sampled_from([16, 8, 24]),
         tied=_often({False: 4, True: 1}),
         unused=_often({False: 9, True: 1}),
+        recycled=_often({False: 7, True: 1}),
         mesh=_often({"shard": 8, "hybrid": 1, "replicate": 1}),
         policy=_often({"f32": 3, "bf16": 1, "bf16_reduce_f32": 2}),
         units=_often({"auto": 4, "layers": 3, "some": 2, "inner": 2, "pairs": 1, "root": 1}),

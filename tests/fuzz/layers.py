@@ -241,14 +241,22 @@ class Net(nn.Module):
             self.head.weight = self.embedding.weight
         if case.unused:
             self.unused = nn.Parameter(torch.randn(5, 3))
-        self.again = [layer.again for layer in case.layers]
+        self.again, self.recycled = [layer.again for layer in case.layers], case.recycled
 
     def forward(self, tokens: Tensor) -> Tensor:
         memory = x = self.embedding(tokens)
-        losses = []
+        losses: list[Tensor] = []
+        if self.recycled:
+            with torch.no_grad():
+                before = self._through_blocks(x, tokens, memory, [])
+            x = x + before
+        x = self._through_blocks(x, tokens, memory, losses)
+        loss = F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten().roll(1))
+        return loss + 0.1 * sum(losses)
+
+    def _through_blocks(self, x: Tensor, tokens: Tensor, memory: Tensor, losses: list[Tensor]) -> Tensor:
         for i, block in enumerate(self.blocks):
             for called in [self.blocks[i - 1], block] if self.again[i] else [block]:
                 x, loss = taken(called(x, tokens, memory))
                 losses += [] if loss is None else [loss.float()]
-        loss = F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten().roll(1))
-        return loss + 0.1 * sum(losses)
+        return x
