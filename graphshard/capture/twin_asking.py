@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphshard.compat.dynamo import inline_only
@@ -55,8 +56,10 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
         return "N"
     if type(value) is str:
         return f"{len(value)}'{value}'"
-    if type(value) is tuple:
-        return "(" + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
+    if type(value) is tuple or type(value) is torch.Size:
+        return (
+            ("(" if type(value) is tuple else "S(") + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
+        )
     return OTHER
 
 

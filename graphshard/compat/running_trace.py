@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -19,6 +20,9 @@ from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import TracingContext
+
+# What Dynamo puts around a guard that failed: the number of what was captured before, advice.
+_CAPTURE, _HINT = re.compile(r"^\d+/\d+: "), re.compile(r"\(HINT: .*\)$")
 
 
 def surrounding_graph() -> str | None:
@@ -36,6 +40,17 @@ def traced_code() -> CodeType:
     """Of the frame whose graph Dynamo makes now: where it went on behind a graph break, code of its own."""
     code: CodeType = InstructionTranslator.current_tx().f_code
     return code
+
+
+def failed_guard() -> str:
+    """Which guard of what was captured of this frame before failed, and the code that needs it, if Dynamo says them;
+    ``""``: it captures the frame for the first time.
+    """
+    metrics: dict[str, Any] = getattr(get_metrics_context(), "_metrics", {})
+    told = str(metrics.get("recompile_reason") or "").partition("\n")[0]
+    guard, *comments = (part.strip() for part in _HINT.sub("", _CAPTURE.sub("", told)).split("  #"))
+    code = next((part for part in reversed(comments) if part), "")
+    return f"{guard} ({code})" if code else guard
 
 
 def ambient_modes() -> tuple[Hashable, ...]:

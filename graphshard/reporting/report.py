@@ -136,6 +136,7 @@ class Report:
     Attributes:
         programs: every program lowered so far.
         regions: number of regions that Dynamo captured.
+        captured_again: of regions whose code was captured before: the guard of Dynamo's that did not hold.
         one_calls: graphs besides them that are one call of torch's without parameters: they run as they are.
         eager_unshards: FQN -> reads outside any graph; the parameter's whole unit is gathered then.
         eager_reductions: FQN -> gradients of such reads; they are reduced with the rest of the unit.
@@ -150,6 +151,7 @@ class Report:
 
     programs: list[ProgramRecord] = field(default_factory=list)
     regions: int = 0
+    captured_again: dict[int, str] = field(default_factory=dict)
     one_calls: int = 0
     eager_unshards: Counter[str] = field(default_factory=Counter)
     eager_reductions: Counter[str] = field(default_factory=Counter)
@@ -213,6 +215,10 @@ class Report:
                 f"passes {p.passes_s * 1e3:.0f} ms, planner {p.planner_s * 1e3:.0f} ms, "
                 f"compile {p.compile_s:.1f} s"
             )
+        lines += [
+            f"  region {number} was captured again: a guard failed: {why}"
+            for number, why in self.captured_again.items()
+        ]
         if self.eager_unshards:
             lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")
         if self.eager_reductions:

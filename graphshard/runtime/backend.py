@@ -27,7 +27,7 @@ from graphshard.compat.inductor import (
 )
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
-from graphshard.compat.running_trace import traced_code
+from graphshard.compat.running_trace import failed_guard, traced_code
 from graphshard.compat.tensors import is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
@@ -118,6 +118,9 @@ def make_backend(
         runtime.context.report.regions += 1
         title, note = f"{runtime.context.name}.region{number}", runtime.context.report.note_once
         log.info("graphshard: %s: captured, %d nodes%s", title, len(gm.graph.nodes), ", up to a graph break" * broken)
+        if guard := failed_guard():
+            runtime.context.report.captured_again[number] = guard
+            log.info("graphshard: %s: captured again: a guard failed: %s", title, guard)
         driver.run_captured_passes(gm, f"{title}.captured", note)
         if name == "eager":
             return with_arguments(gathering_one_by_one(runtime, number, gm), arguments)

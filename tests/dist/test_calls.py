@@ -354,6 +354,8 @@ def test_recompile_limit_leaves_the_result_right_and_is_reported(run: TrainingRu
     if not run.is_reference:
         report = graphshard.report(model)
         assert report.regions == 8  # Dynamo's limit
+        assert [*report.captured_again] == [*range(1, 8)]
+        assert f"region 1 was captured again: a guard failed: {report.captured_again[1]}" in str(report)
         assert report.eager_unshards == {f"steps.{i}.{name}": 2 for i in range(8, 12) for name in ("weight", "bias")}
         assert len(report.fallbacks) == 4
 

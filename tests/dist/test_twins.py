@@ -57,7 +57,7 @@ def test_one_of_blocks_that_are_alike_is_traced(run: TrainingRun, name: str) -> 
     assert run.is_reference or twins_of(model) == twins
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpointed, and inside", "numbers, texts, None"])
+@pytest.mark.parametrize("name", ["plain", "checkpointed, and inside", "numbers, sizes, texts, None"])
 @training_test()
 def test_sizes_may_be_symbolic(run: TrainingRun, name: str) -> None:
     build, twins = ALIKE[name]

@@ -77,14 +77,16 @@ class Normalized(Block):
 class Talkative(Block):
     """Takes and returns what is no tensor, too."""
 
-    def forward(self, x: Tensor, rows: int, scale: Tensor | None = None, *, kind: str = "") -> Any:  # type: ignore[override]
-        y = super().forward(x).reshape(rows, -1)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rows: int, size: torch.Size, scale: Tensor | None = None, *, kind: str = ""
+    ) -> Any:
+        y = super().forward(x).reshape(rows, *size)
         return y if scale is None else y * scale, None, y.detach().sum() * len(kind)
 
 
 class Listening(Stack):
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        out, _, total = block(x, x.shape[0], x.detach().sigmoid(), kind="mean")
+        out, _, total = block(x, x.shape[0], x.shape[1:], x.detach().sigmoid(), kind="mean")
         return out / (1 + total.abs())
 
 
@@ -211,7 +213,7 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "wrapped in checkpoints": (wrapped, 3),
     "dropout": (lambda: Stack(Dropout), 3),
     "buffers": (lambda: Stack(Normalized), 3),
-    "numbers, texts, None": (lambda: Listening(Talkative), 3),
+    "numbers, sizes, texts, None": (lambda: Listening(Talkative), 3),
     "graphs inside": (lambda: Stack(Branching), 3),
     "used twice": (Twice, 7),
     "a model that changes itself": (Remembering, 3),
