@@ -26,6 +26,7 @@ from graphshard.passes import (
     expand_blocks,
     fold_unshards,
     fuse_copies,
+    hoist_reads,
     insert_collectives,
     order_launches,
     outline_blocks,
@@ -48,6 +49,7 @@ class Pass:
         changes_signature: whether it may change placeholders and results.
         permutes: whether it does nothing but reorder nodes.
         keeps: how alike what a graph computes is before and after it, by its edit.
+        repairs: whether a graph before it is wrong where ranks differ: what is computed is not compared.
         sends: whether what a program sends depends on it.
         brings: which of the program's flags it brings in, and with them other arguments and results.
     """
@@ -59,11 +61,13 @@ class Pass:
     changes_signature: bool = False
     permutes: bool = False
     keeps: Callable[[Any], Sameness] = bitwise
+    repairs: bool = False
     sends: bool = False
     brings: Literal["", "gathers", "gradients"] = ""
 
 
 CAPTURED = (
+    Pass("hoist_reads", hoist_reads.decide, hoist_reads.apply, repairs=True),
     Pass("share_reads", share_reads.decide, share_reads.apply),
     Pass("sum_by_units", sum_by_units.decide, sum_by_units.apply),
 )

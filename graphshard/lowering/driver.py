@@ -91,7 +91,7 @@ class Lowered:
 
 
 def run_captured_passes(gm: GraphModule, title: str, say: Say = log.warning) -> None:
-    """Runs `CAPTURED` on a graph of Dynamo's and on the checkpoint regions inside it, in place.
+    """Runs `CAPTURED` on a graph of Dynamo's, in place, and before on those inside it: checkpoint regions, branches.
 
     Such a graph has no fake values and may write tensors: only G1 and V1 can be checked.
 
@@ -100,7 +100,7 @@ def run_captured_passes(gm: GraphModule, title: str, say: Say = log.warning) -> 
         title: of the dumps.
         say: is told what is not checked; here and below.
     """
-    for name, inner in gm.named_modules():
+    for name, inner in reversed([*gm.named_modules()]):
         if isinstance(inner, GraphModule):
             ctx = PassContext("inner" if name else "captured")
             where = f"{title}{'.' + name if name else ''}"
@@ -122,7 +122,7 @@ def _apply_captured(
     blocks: Mapping[str, GraphModule] | None = None,
 ) -> None:
     level = env.verify_level()
-    before = Before(graph, ctx, blocks or {}) if level >= RUNS else None
+    before = Before(graph, ctx, blocks or {}) if level >= RUNS and not step.repairs else None
     step.apply(graph, edit)
     with _named(step, edit, title):
         if level:

@@ -19,7 +19,7 @@ from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed, guarded_hooks
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
-from graphshard.errors import RanksDiffer, TwinsMoved
+from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
@@ -112,7 +112,7 @@ class EntryPoints:
                         raise
                 return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer)):
+            if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):
                 raise error.inner_exception from None
             raise
 

@@ -21,6 +21,13 @@ OF_GRAPHS = (
         ("tests/dist/test_extensions.py", "-k", "later_reads"),
     ),
     Mutation(
+        "parameters are gathered in the branch that a rank takes",
+        "passes/hoist_reads.py",
+        "            if any(found.values()):",
+        "            if False:",
+        ("tests/dist/test_control_flow.py", "-k", "Choosing"),
+    ),
+    Mutation(
         "parameters() in forward gathers those of units whose forward does not run",
         "graphshard/capture/parameters_in_forward.py",
         "            if is_gathered(module, name):",
