@@ -22,7 +22,7 @@ from graphshard.capture.parameters_in_forward import FORWARD, named_parameters
 from graphshard.capture.spmd_parameters import on_whole_mesh
 from graphshard.capture.twin_asking import traced_once
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
-from graphshard.compat.dynamo import inline_only
+from graphshard.compat.dynamo import inline_only, uncaptured
 from graphshard.graph.elsewhere import ELSEWHERE
 from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.markers import UNSHARD
@@ -53,6 +53,9 @@ class ModelRunner(Protocol):
     @property
     def compiled(self) -> bool:
         """Whether graphshard runs the model; else FSDP2's hooks do."""
+
+    def has_other_values(self, module: nn.Module) -> bool:
+        """Whether something else stands in the place of a parameter inside `module` now."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `module` the way its model runs now."""
@@ -115,11 +118,9 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: b
 
 
 def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
-    """The marked class of modules around those that own sharded parameters: it answers for these, and changes no
-    call.
-    """
+    """The marked class of modules around those that own sharded parameters: it answers for these."""
     if cls not in _AROUND:
-        _AROUND[cls] = type(cls.__name__, (cls,), _seen_as(cls))
+        _AROUND[cls] = type(cls.__name__, (cls,), _seen_as(cls) | {"__call__": _calling_around(cls.__call__)})
     return _AROUND[cls]
 
 
@@ -245,6 +246,20 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
         engine: ModelRunner = self.__dict__[ENGINE]
         return engine.call(self, args, kwargs)
+
+    return inline_only(call_module)
+
+
+def _calling_around(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, in which nothing is captured while `functional_call` has put other values in the place of parameters."""
+    outside = uncaptured(call)
+
+    def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            engine: ModelRunner | None = self.__dict__.get(ENGINE)
+            if engine is not None and engine.running and engine.has_other_values(self):
+                return outside(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
     return inline_only(call_module)
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, tls
 from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
@@ -53,8 +53,31 @@ def failed_guard() -> str:
     return f"{guard} ({code})" if code else guard
 
 
+def in_functional_call() -> bool:
+    """Whether Dynamo traces a call of a module with values in the place of its parameters."""
+    tx: InstructionTranslator | None = getattr(tls, "current_tx", None)
+    return tx is not None and bool(tx.output.side_effects.ignore_mutation_on_these_variables)
+
+
+# Traces in which a parameter was read in such a call.
+_reads_in_functional_call: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_read() -> None:
+    """A parameter is read where Dynamo traces, if it does."""
+    if in_functional_call():
+        _reads_in_functional_call.add(TracingContext.get())
+
+
+def has_read_in_functional_call() -> bool:
+    """Whether `note_read` was called inside one, in the trace that is made now."""
+    return TracingContext.get() in _reads_in_functional_call
+
+
 def ambient_modes() -> tuple[Hashable, ...]:
-    """What changes operators around where Dynamo traces: gradients, inference mode, autocast, function modes."""
+    """What changes operators around where Dynamo traces: gradients, inference mode, autocast, function modes; and
+    whether values stand in the place of parameters.
+    """
     autocast = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
     )
@@ -67,6 +90,7 @@ def ambient_modes() -> tuple[Hashable, ...]:
         torch.get_default_dtype(),
         functions.torch_function_subclass_enabled,
         functions.torch_function_mode_enabled,
+        in_functional_call(),
         *map(id, functions.mode_stack),
     )
 

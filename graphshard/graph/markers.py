@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.compat.groups import resolve_process_group
+from graphshard.compat.running_trace import note_read
 
 _LIBRARY: Any = torch.library.Library("graphshard", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("unshard(Tensor shard, str spec, Tensor? wire=None) -> Tensor")
@@ -208,6 +209,7 @@ REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default
 
 
 def _unshard_fake(shard: Tensor, spec: str, wire: Tensor | None = None) -> Tensor:
+    note_read()
     to = ShardSpec.parse(spec)
     return shard.new_empty(to.size, dtype=to.dtype, device=to.device or (shard if wire is None else wire).device)
 

@@ -27,7 +27,7 @@ from graphshard.compat.inductor import (
 )
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
-from graphshard.compat.running_trace import failed_guard, traced_code
+from graphshard.compat.running_trace import failed_guard, has_read_in_functional_call, traced_code
 from graphshard.compat.tensors import is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
@@ -106,6 +106,7 @@ def make_backend(
         runtime = runtime_of()
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
+        _check_functional_calls(runtime, fullgraph)
         _check_writes(runtime, gm, inputs, fullgraph)
         if is_one_call(gm):
             return as_it_is(runtime, gm)
@@ -163,6 +164,17 @@ def make_backend(
         return with_arguments(run, arguments)
 
     return graphshard
+
+
+def _check_functional_calls(runtime: ModelRuntime, fullgraph: bool) -> None:
+    """Has a frame run as it is that calls a module with values in the place of its parameters: a trace reads these."""
+    if not has_read_in_functional_call():
+        return
+    said = "forward calls a module with other values than its parameters (torch.func.functional_call)"
+    if fullgraph:
+        raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
+    runtime.context.report.say_once(f"{said}: the code around it runs as it is; other modules are compiled")
+    leave_frame(said)
 
 
 def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any], fullgraph: bool) -> None:

@@ -105,12 +105,13 @@ class Engine:
         self._knows_units = True
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
         backend = make_backend(self._runtime, options.backend, options.fullgraph)
-        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings.forward)
+        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         self.shards.grad_came = self.backward.runs
+        self.has_other_values = self.shards.has_other_values
         self.backward.begin, self.backward.end = self._eager.take_held, self._end_backward
         self._entries.outer = mark_classes(self, context.name, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()
@@ -167,8 +168,6 @@ class Engine:
                     "has no program for it; want every fully_shard before graphshard.compile"
                 )
         self._knows_units = True
-
-    # -- calls
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
@@ -246,9 +245,7 @@ class Engine:
         self.holdings.end_forward()
 
     def _forget_forward(self) -> None:
-        """A forward has failed: no backward will use what it has gathered. But a checkpoint that recomputes one stops
-        by an error, too, when all is there that its backward needs.
-        """
+        """A forward has failed: no backward uses what it gathered. A checkpoint's, in backward, ends by an error."""
         for unit_module in self._unit_modules:
             unit_module.__dict__[FORWARD].runs = ""
         if not self.holdings.forward.in_backward:
@@ -293,6 +290,8 @@ class Engine:
                 return self.unshard_outside(module, name)
         leaf, _, more = module.__dict__[marked_classes.shard_key(name)]
         shard = self.shards.at(leaf)
+        if (other := self.shards.other_value(shard, module, name)) is not None:
+            return other
         if not self.is_gathered(module, name):  # in FSDP2, too
             self.handed_out(module, name)
             found = own_parameters(module)[name]

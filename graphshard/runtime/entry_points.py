@@ -23,7 +23,7 @@ from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
-from graphshard.state.running_forward import RunningForward
+from graphshard.state.holdings import Holdings
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EntryPoints:
         options: how to compile it.
         backend: for Dynamo.
         twins: blocks of the model that may be alike.
-        forward: of the model, that runs.
+        holdings: of the model.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class EntryPoints:
         options: Options,
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
         twins: Twins,
-        forward: RunningForward,
+        holdings: Holdings,
     ) -> None:
         self._twins = twins
-        self._forward = forward
+        self._holdings, self._forward = holdings, holdings.forward
         self._options = options
         self._backend = backend
         self._model = model
@@ -95,9 +95,16 @@ class EntryPoints:
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a module, or a registered method of it, compiled; with a region per unit, what is around them is
-        plain Python.
+        plain Python, and so is a module that other values than its parameters are given to.
         """
         if method is None and self._options.regions == "unit" and id(module) in self.outer:
+            return marked_classes.own_call(module, *args, **kwargs)
+        if method is None and self._forward.nested and self._holdings.shards.has_other_values(module):
+            for unit in self._holdings.shards.units_of(module):
+                raise UnsupportedModel(
+                    f"forward calls '{unit.name}' with other values than its parameters (torch.func.functional_call), "
+                    "and FSDP2 puts its own in their place, as before the forward of each unit; want it to be no unit"
+                )
             return marked_classes.own_call(module, *args, **kwargs)
         if (kind := self._kinds.get(id(module))) is None:
             kind = self._kinds[id(module)] = shared_code_key(module)

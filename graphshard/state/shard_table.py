@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
+from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import address
 from graphshard.fsdp2 import AllGatherExtension, Unit
 from graphshard.reporting.report import Report
@@ -48,6 +50,7 @@ class ShardTable:
         self._at: dict[int, Shard] = {}
         self._bindings: dict[tuple[int, str, tuple[int, ...]], Binding] = {}
         self._watch: ParameterWatch | None = None
+        self._inside: dict[int, list[tuple[dict[str, Any], str, Shard]]] = {}
 
     def refresh(self) -> bool:
         """Makes the shards, or new leaves for parameters that have changed; returns whether any is new.
@@ -68,6 +71,7 @@ class ShardTable:
         else:
             return False
         self._watch = ParameterWatch(self._shards)
+        self._inside.clear()
         self._bindings.clear()  # addresses mean nothing any more
         self._at = self._addresses()
         for shard in self._shards:
@@ -84,6 +88,19 @@ class ShardTable:
         """
         if self._watch is not None:
             self._watch.changed()
+
+    def has_other_values(self, module: nn.Module) -> bool:
+        """Whether something else is in the place of a parameter inside `module` now, as `functional_call` puts it."""
+        if (inside := self._inside.get(id(module))) is None:
+            tables = {id(own_parameters(part)) for part in module.modules()}
+            places = ((table, name, shard) for shard in self._shards for table, name in shard.param.places)
+            inside = self._inside[id(module)] = [place for place in places if id(place[0]) in tables]
+        return any(_is_other(shard, table.get(name)) for table, name, shard in inside)
+
+    def other_value(self, shard: Shard, module: nn.Module, name: str) -> Tensor | None:
+        """What stands in the place of a parameter now; None: it does itself."""
+        found = own_parameters(module)[name]
+        return found if _is_other(shard, found) else None
 
     def _shards_of(self, unit: Unit) -> list[Shard]:
         names = fsdp2.parameter_names(self._model, unit.params)
@@ -173,3 +190,7 @@ class ShardTable:
         if (binding := self._bindings.get(key)) is None:
             binding = self._bindings[key] = Binding(tuple(self._at[address] for address in addresses))
         return binding
+
+
+def _is_other(shard: Shard, found: object) -> bool:
+    return found is not shard.param.parameter and not shard.is_registered(found)
