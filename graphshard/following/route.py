@@ -34,8 +34,8 @@ _ADVICE = (
     "set_reduce_scatter_unused_params(True) on these units, or no breaks"
 )
 _FIRST_ADVICE = (
-    "graph breaks leave parts of this call on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones in "
-    "the first call, or set_reduce_scatter_unused_params(True) on units of which ranks use other parameters"
+    "graph breaks leave parts of this call on every rank (TORCH_LOGS=graph_breaks shows them): want the same ones on "
+    "all, or set_reduce_scatter_unused_params(True) on units of which ranks use other parameters"
 )
 
 
@@ -128,14 +128,39 @@ class Route:
             return self.current
         place, latest = len(self._running), self._latest.get(what, ())
         leg = latest[place] if place < len(latest) else None
-        if not isinstance(leg, Leg) or structure == leg.structure or not own <= leg.binding.shard_set:
+        if not isinstance(leg, Leg) or structure == leg.structure:
+            return None
+        if not own <= leg.binding.shard_set:
+            if structure:
+                self._check_all_go_on(what, number, binding, structure, leg)
             return None
         if leg.programs.known_as(leg) is None:
             return None
         if (place, own) not in self._answers:
             taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
-            self._answers[place, own] = self._all_take(what, f"call {number}, leg {place}", taken)
+            if not (answer := self._all_come(what, f"call {number}, leg {place}", taken)):
+                self._follows(what)
+            self._answers[place, own] = answer
         return None if self._answers[place, own] else leg
+
+    def _check_all_go_on(self, what: str, number: int, binding: Binding, structure: str, leg: Leg) -> None:
+        """A leg goes on to parameters that the last call's in its place did not use: it had ended in a graph break.
+
+        Raises:
+            RanksDiffer: on other ranks it still does. What they send would be mixed.
+        """
+        own, place = binding.shard_set, len(self._running)
+        more = [shard for shard in binding.shards if shard not in leg.binding.shard_set]
+        if all(shard.unit.reduce_unused for shard in more) or self._answers.get((place, own)):
+            return
+        self._answers[place, own] = self._all_come(what, f"call {number}, leg {place}", structure)
+        if not self._answers[place, own]:
+            fqns = ", ".join(shard.fqn for shard in more[:3]) + (", ..." if len(more) > 3 else "")
+            raise RanksDiffer(
+                f"agreement: call {number}, leg {place} of {what}: on rank {self._consensus.rank} one graph goes on to "
+                f"{fqns}, where the call before had left them to other graphs, and not all ranks come to such a one; "
+                f"{_FIRST_ADVICE}"
+            )
 
     def check_first(self, what: str, number: int, binding: Binding, runs: bool) -> None:
         """Compares what a leg of the first call of its kind uses, before anything is decided or sent for it.
@@ -159,8 +184,8 @@ class Route:
             lines = _lines(binding.shards)
             self._consensus.compare(f"differs\n{where}", where, lines, _SUBJECT, _FIRST_ADVICE)
 
-    def _all_take(self, what: str, where: str, structure: str) -> bool:
-        """Whether all ranks have come to such a part of the call in place of the leg."""
+    def _all_come(self, what: str, where: str, structure: str) -> bool:
+        """Whether all ranks have come to such a graph in place of the last call's leg."""
         if what in self._differ:
             return False
         if self._alike[structure] >= ASKED_TIMES:
@@ -171,12 +196,17 @@ class Route:
         if met is not None and met.alike:
             self._alike[structure] += 1
             return True
+        return False
+
+    def _follows(self, what: str) -> None:
+        """From now on parts of such calls follow."""
+        if what in self._differ:
+            return
         self._differ.add(what)
         self._say(
             f"{what}: graph breaks leave parts of what was one graph: they gather and reduce bucket by bucket, in the "
             "order of the whole"
         )
-        return False
 
     def end(self, what: str, number: int) -> None:
         """The call has ended.
@@ -199,7 +229,9 @@ class Route:
         try:
             self._consensus.compare(f"route {number}\n{what}", f"call {number}, {what}", lines, _SUBJECT, _ADVICE)
         except RanksDiffer as error:  # the other ranks, if they do as before, do not come
-            raise RanksDiffer(f"{error}; on rank {self._consensus.rank} it uses {_change(before, lines)}") from None
+            advice = "" if _ADVICE in str(error) else f"; {_ADVICE}"
+            used = f"on rank {self._consensus.rank} it uses {_change(before, lines)}"
+            raise RanksDiffer(f"{error}; {used}{advice}") from None
 
 
 def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> bool:

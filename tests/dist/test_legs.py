@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.errors import RanksDiffer
 from graphshard.testing import WorkerPool
+from graphshard.testing.failures import RankFailed
 
 
 @impatient()
@@ -54,16 +55,42 @@ def test_other_breaks_in_the_first_call_are_told_before_parts_are_compiled(two_r
     two_ranks.run(broken_otherwise_at_once, who)
 
 
-def broken_alike_later() -> None:
+def broken_alike_later(later: tuple[int, ...]) -> None:
     got, want, report = trained(
-        Blocks, lambda step: features(step, 4), lambda model, step: break_in(model, (1,) if step < 2 else (1, 2))
+        Blocks, lambda step: features(step, 4), lambda model, step: break_in(model, (1,) if step < 2 else later)
     )
     equal(got, want)
     assert not any("graph breaks leave parts" in note for note in report.notes)
 
 
-def test_graph_breaks_that_come_later_on_all_ranks_are_theirs(two_ranks: WorkerPool) -> None:
-    two_ranks.run(broken_alike_later)
+@pytest.mark.parametrize("later", [(1, 2), (), (2,)])
+def test_graph_breaks_that_come_and_go_on_all_ranks_are_theirs(two_ranks: WorkerPool, later: tuple[int, ...]) -> None:
+    two_ranks.run(broken_alike_later, later)
+
+
+@impatient()
+def broken_no_more(who: int, whole: bool) -> None:
+    """`whole`: units are gathered and reduced as a whole, whatever ranks use of them."""
+
+    def prepare(model: Any, step: int) -> None:
+        break_in(model, () if dist.get_rank() == who and step >= 1 else (1,))
+        for unit in (model, *model.layers) if whole and step == 0 else ():
+            unit.set_reduce_scatter_unused_params(True)
+
+    got, want, _ = trained(Blocks, lambda step: features(step, 4), prepare)
+    equal(got, want)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_graph_breaks_that_one_rank_has_no_more_are_told(two_ranks: WorkerPool, who: int) -> None:
+    said = rf"on rank {who} one graph goes on to layers\.1\.down.* set_reduce_scatter_unused_params\(True\)"
+    with pytest.raises(RankFailed, match=said):
+        two_ranks.run(broken_no_more, who, False)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_graph_breaks_that_one_rank_has_no_more_between_whole_units(two_ranks: WorkerPool, who: int) -> None:
+    two_ranks.run(broken_no_more, who, True)
 
 
 class Torn(nn.Module):

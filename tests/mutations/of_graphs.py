@@ -21,6 +21,13 @@ OF_GRAPHS = (
         ("tests/dist/test_extensions.py", "-k", "later_reads"),
     ),
     Mutation(
+        "a module that is given other values than its parameters computes with these",
+        "graphshard/capture/marked_classes.py",
+        "engine.running and engine.has_other_values(self)",
+        "False",
+        ("tests/dist/test_functional_call.py", "-k", "are_used"),
+    ),
+    Mutation(
         "parameters are gathered in the branch that a rank takes",
         "passes/hoist_reads.py",
         "            if any(found.values()):",
