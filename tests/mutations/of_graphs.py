@@ -21,7 +21,7 @@ OF_GRAPHS = (
         ("tests/dist/test_extensions.py", "-k", "later_reads"),
     ),
     Mutation(
-        "a module that is given other values than its parameters computes with these",
+        "a module that is given other values computes with its parameters",
         "graphshard/capture/marked_classes.py",
         "engine.running and engine.has_other_values(self)",
         "False",
