@@ -186,8 +186,8 @@ class Calls:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are not "
-                "computed, neither here nor by FSDP2, which has freed what it gathered by then. Penalize something "
-                "that forward computes, or leave this model unsharded. For several backwards want retain_graph=True"
+                "computed, as by torch.compile; FSDP2 computes them inside a forward alone, of units that it has not "
+                "freed. Penalize something that forward computes, or use graphshard.eager. For several backwards want retain_graph=True"
             )
         self._live.reached(call)
         binding, again = call.binding, frozenset[Shard]()
