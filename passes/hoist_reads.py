@@ -50,11 +50,11 @@ def decide(graph: Graph, ctx: PassContext) -> HoistEdit:
         UnsupportedModel: what is read cannot move.
     """
     calls = []
-    for node in graph.nodes:
-        if _is_control_flow(node):
-            found = {name: tuple(read.name for read in _reads(inner)) for name, inner in _inner_graphs(node)}
+    for call in dict.fromkeys(user for node in graph.find_nodes(op="get_attr") for user in node.users):
+        if _is_control_flow(call):
+            found = {name: tuple(read.name for read in _reads(inner)) for name, inner in _inner_graphs(call)}
             if any(found.values()):
-                calls.append((node.name, tuple(found.items())))
+                calls.append((call.name, tuple(found.items())))
     return HoistEdit(tuple(calls))
 
 
@@ -66,7 +66,8 @@ def apply(graph: Graph, edit: HoistEdit) -> None:
 
 
 def _is_control_flow(node: Node) -> bool:
-    return any(node.target is getattr(torch.ops.higher_order, name, None) for name in CONTROL_FLOW)
+    name = getattr(node.target, "__name__", "")
+    return name in CONTROL_FLOW and node.target is getattr(torch.ops.higher_order, name, None)
 
 
 def _inner_graphs(call: Node) -> Iterator[tuple[str, GraphModule]]:

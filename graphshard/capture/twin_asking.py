@@ -57,9 +57,8 @@ def _said(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     if type(value) is str:
         return f"{len(value)}'{value}'"
     if type(value) is tuple or type(value) is torch.Size:
-        return (
-            ("(" if type(value) is tuple else "S(") + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
-        )
+        kind = "" if type(value) is tuple else "S"
+        return f"{kind}(" + " ".join([_said(item, tensors, numbers) for item in value]) + ")"
     return OTHER
 
 

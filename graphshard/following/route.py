@@ -131,16 +131,18 @@ class Route:
         if not isinstance(leg, Leg) or structure == leg.structure:
             return None
         if not own <= leg.binding.shard_set:
-            if structure:
+            is_known = any(isinstance(other, Leg) and own <= other.binding.shard_set for other in latest)
+            if structure and not is_known:
                 self._check_all_go_on(what, number, binding, structure, leg)
             return None
         if leg.programs.known_as(leg) is None:
             return None
         if (place, own) not in self._answers:
             taken = structure or f"reads {', '.join(shard.fqn for shard in binding.shards)}"
-            if not (answer := self._all_come(what, f"call {number}, leg {place}", taken)):
+            comes = what not in self._differ and self._all_come(what, f"call {number}, leg {place}", taken)
+            self._answers[place, own] = comes
+            if not comes:
                 self._follows(what)
-            self._answers[place, own] = answer
         return None if self._answers[place, own] else leg
 
     def _check_all_go_on(self, what: str, number: int, binding: Binding, structure: str, leg: Leg) -> None:
@@ -186,8 +188,6 @@ class Route:
 
     def _all_come(self, what: str, where: str, structure: str) -> bool:
         """Whether all ranks have come to such a graph in place of the last call's leg."""
-        if what in self._differ:
-            return False
         if self._alike[structure] >= ASKED_TIMES:
             return True
         # Ranks that never ask stand in a collective meanwhile, whose deadline is not to pass.

@@ -187,7 +187,8 @@ class Calls:
             raise RuntimeError(
                 f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are not "
                 "computed, as by torch.compile; FSDP2 computes them inside a forward alone, of units that it has not "
-                "freed. Penalize something that forward computes, or use graphshard.eager. For several backwards want retain_graph=True"
+                "freed. Penalize something that forward computes, or use graphshard.eager. For several backwards "
+                "want retain_graph=True"
             )
         self._live.reached(call)
         binding, again = call.binding, frozenset[Shard]()

@@ -99,7 +99,7 @@ class ShardTable:
 
     def other_value(self, shard: Shard, module: nn.Module, name: str) -> Tensor | None:
         """What stands in the place of a parameter now; None: it does itself."""
-        found = own_parameters(module)[name]
+        found = own_parameters(module).get(name)
         return found if _is_other(shard, found) else None
 
     def _shards_of(self, unit: Unit) -> list[Shard]:
