@@ -57,7 +57,7 @@ def several_models(folder: str) -> None:
     # each program of what was compiled inside, by its passes; code where a compiler made some; one timeline each
     for name, programs in ((shown[1], ("region0.0.forward", "region0.1.backward")), (shown[2], ("region0.0.forward",))):
         assert {f"{name}.{program}" for program in programs} <= set(titles(text))
-    assert "1. share_reads" in text or "2. sum_by_units" in text
+    assert "2. share_reads" in text or "3. sum_by_units" in text
     assert re.search(r"7\. insert_collectives.*?<div class=\"added\">\+ %all_gather_into_tensor", text, re.DOTALL)
     assert "def program(_args):" in text and "async_compile" in text
     assert text.count('sandbox="allow-scripts"') == len(shown) - 1  # units of their own are not planned

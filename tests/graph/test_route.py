@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,21 @@ def consensus(count: int = 2) -> list[Consensus]:
     return [Consensus(store, "net", rank, range(count), 1.2) for rank in range(count)]
 
 
+@dataclass(frozen=True)
+class Named:
+    """A parameter of a unit: that of ``a1`` is ``a``; those of ``z`` are reduced though unused."""
+
+    fqn: str
+
+    @property
+    def unit(self) -> Any:
+        return SimpleNamespace(name=self.fqn[0], reduce_unused=self.fqn[0] == "z")
+
+
 def binding(text: str) -> Any:
-    """Of parameters ``a1``, ... of units ``a``, ..."""
-    shards = [SimpleNamespace(fqn=fqn, unit=SimpleNamespace(name=fqn[0], reduce_unused=False)) for fqn in text.split()]
-    return SimpleNamespace(shards=shards, shard_set=frozenset(text.split()))
+    """Of some parameters."""
+    shards = [Named(fqn) for fqn in text.split()]
+    return SimpleNamespace(shards=shards, shard_set=frozenset(shards))
 
 
 def leg(text: str, turns: Any = KNOWN) -> Leg:
@@ -55,7 +67,7 @@ def together(items: list[Any], call: Any) -> list[Any]:
 def part(route: Route, number: int, text: str) -> str:
     """The leg that it belongs to."""
     found = route.leg_of(CALL, number, binding(text), f"structure of {text}")
-    return " ".join(sorted(found.binding.shard_set)) if found else ""
+    return " ".join(sorted(shard.fqn for shard in found.binding.shards)) if found else ""
 
 
 def test_part_that_one_rank_has_alone_belongs_to_the_leg_in_its_place() -> None:
@@ -112,12 +124,26 @@ def test_leg_may_come_apart_into_one_with_all_of_its_parameters() -> None:
     assert part(route, 1, "b1") == ""
 
 
-@pytest.mark.parametrize("text", ["a1 a2", "a1 b1", "b1", "a1 a2 b1"])
-def test_nobody_is_asked_about_what_is_no_part_of_the_leg_in_its_place(text: str) -> None:
+@pytest.mark.parametrize("text", ["a1 a2", "b1", "b1 b2", "a1 a2 z1"])
+def test_nobody_is_asked_about_a_leg_of_the_last_call_or_a_part_of_another(text: str) -> None:
     own = consensus()
     route = routes(own, "a1 a2", "b1 b2")[0]
     own[0]._store = None
     assert part(route, 1, text) == ""
+
+
+@pytest.mark.parametrize("text", ["a1 b1", "a1 a2 b1", "a1 a2 b1 b2", "c1"])
+def test_leg_that_goes_on_is_one_of_its_own_where_all_ranks_come_to_it(text: str) -> None:
+    found = routes(consensus(), "a1 a2", "b1 b2")
+    assert together(found, lambda route: [part(route, 1, text), part(route, 1, text)]) == [["", ""]] * 2
+
+
+def test_leg_that_goes_on_is_told_of_where_others_do_not_come_to_it() -> None:
+    _, route = routes(consensus(), "a1 a2", "b1 b2")
+    with pytest.raises(
+        RanksDiffer, match=r"on rank 1 one graph goes on to b1, where .* set_reduce_scatter_unused_params"
+    ):
+        part(route, 1, "a1 a2 b1")
 
 
 def test_leg_that_cannot_be_followed_has_no_parts() -> None:
