@@ -173,7 +173,7 @@ def _check_functional_calls(runtime: ModelRuntime, fullgraph: bool) -> None:
     said = "forward calls a module with other values than its parameters (torch.func.functional_call)"
     if fullgraph:
         raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
-    runtime.context.report.say_once(f"{said}: the code around it runs as it is; other modules are compiled")
+    runtime.holdings.shards.say_other_values()
     leave_frame(said)
 
 

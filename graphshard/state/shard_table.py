@@ -95,7 +95,17 @@ class ShardTable:
             tables = {id(own_parameters(part)) for part in module.modules()}
             places = ((table, name, shard) for shard in self._shards for table, name in shard.param.places)
             inside = self._inside[id(module)] = [place for place in places if id(place[0]) in tables]
-        return any(_is_other(shard, table.get(name)) for table, name, shard in inside)
+        found = any(_is_other(shard, table.get(name)) for table, name, shard in inside)
+        if found:
+            self.say_other_values()
+        return found
+
+    def say_other_values(self) -> None:
+        """Says that a module is called so."""
+        self._report.say_once(
+            "forward calls a module with other values than its parameters (torch.func.functional_call): it and the "
+            "code around it run as they are; other modules are compiled"
+        )
 
     def other_value(self, shard: Shard, module: nn.Module, name: str) -> Tensor | None:
         """What stands in the place of a parameter now; None: it does itself."""

@@ -54,7 +54,8 @@ def several_models(folder: str) -> None:
     assert "2 of these programs were compiled before" in text
     (left_out,) = re.findall("compiled, and not run inside: ([^<]*)<", text)
     names = left_out.split(", ")  # those of other tests may live yet
-    assert any(name.startswith("Sequential") for name in names) and not {*names} & {*shown}
+    number = int(shown[0].removeprefix("Sequential"))
+    assert f"Sequential{number + 1}" in names and not {*names} & {*shown}
     # each program of what was compiled inside, by its passes; code where a compiler made some; one timeline each
     for name, programs in ((shown[1], ("region0.0.forward", "region0.1.backward")), (shown[2], ("region0.0.forward",))):
         assert {f"{name}.{program}" for program in programs} <= set(titles(text))

@@ -25,7 +25,7 @@ from graphshard.faults.watchdog import EXIT_STATUS, own_status, running
 from graphshard.testing import WorkerPool
 
 # From the moment that the fault began.
-ENDS_WITHIN_S = DEADLINE_S + 10.0
+ENDS_WITHIN_S = DEADLINE_S + 5.0
 NAMED = r"for bucket '(gather|reduce):blocks\.\d[^']*' \(blocks\.\d\.(weight|bias)"
 
 

@@ -77,6 +77,32 @@ def test_values_in_the_place_of_parameters_on_one_rank(run: TrainingRun) -> None
     train(run, Model(), (2, -1), units=[])
 
 
+class Hidden(nn.Module):
+    """Does so where Dynamo does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._doubled(torch.tanh(self.first(x)))
+
+    @torch.compiler.disable
+    def _doubled(self, x: Tensor) -> Tensor:
+        out: Tensor = functional_call(
+            self.linear, {name: 2 * value for name, value in self.linear.named_parameters()}, (x,)
+        )
+        return out
+
+
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_values_given_in_code_that_is_not_traced_are_used_and_told_of(run: TrainingRun) -> None:
+    train(run, Hidden(), units=[])
+    if not run.is_reference:
+        said = graphshard.report(run.models[0]).fallbacks
+        assert any("other values than its parameters" in line for line in said)
+
+
 @pytest.mark.parametrize("regions", ["model", "unit"])
 @training_test(tolerance=BITWISE, allow_eager=("",))
 def test_units_that_give_a_part_of_themselves_other_values(run: TrainingRun, regions: str) -> None:
