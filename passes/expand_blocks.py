@@ -74,7 +74,6 @@ def _expanded(graph: Graph, call: Node, part: GraphModule, body: str) -> list[No
             if node.op in ("placeholder", "output"):
                 continue
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-            copy.meta = dict(node.meta)
             if "val" in node.meta:
                 copy.meta["val"] = values.copied(node.meta["val"])
             if node.op == "get_attr":

@@ -167,10 +167,15 @@ def fake_copy(value: Any, memory: dict[K, Tensor], key: K) -> Tensor:
     if (base := memory.get(key)) is None:
         nbytes = value.untyped_storage().nbytes()
         base = memory[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    return fake_view(value, base, value.storage_offset())
+
+
+def fake_view(value: Any, memory: Tensor, offset: int) -> Tensor:
+    """A fake tensor like another one, in memory that there is, from its element `offset` on; under `no_fake_mode`."""
     like = torch.empty(0, dtype=value.dtype, device="meta")
-    like.set_(base.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-    copy: Tensor = type(value)(value.fake_mode, like, value.device)
-    return copy
+    like.set_(memory.untyped_storage(), offset, value.shape, value.stride())
+    view: Tensor = type(value)(value.fake_mode, like, value.device)
+    return view
 
 
 def fake_contiguous(value: Any, shape: Sequence[int], is_view: bool) -> Tensor | None:

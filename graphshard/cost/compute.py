@@ -44,21 +44,21 @@ def graph_us(hardware: Hardware, graph: Graph, *, fused: bool) -> dict[Node, flo
         graph: whose nodes have their fake values in ``meta["val"]``.
         fused: whether Inductor compiles the graph.
     """
-    kernels = _Kernels(graph) if fused else None
-    return {node: _node_us(hardware, node, kernels) for node in graph.nodes}
+    kernels, flops = _Kernels(graph) if fused else None, dict[str, int]()
+    return {node: _node_us(hardware, node, kernels, flops) for node in graph.nodes}
 
 
 def alone_us(hardware: Hardware, node: Node) -> float:
     """Microseconds of one node that shares its kernel with no other."""
-    return _node_us(hardware, node, None)
+    return _node_us(hardware, node, None, {})
 
 
-def _node_us(hardware: Hardware, node: Node, kernels: _Kernels | None) -> float:
+def _node_us(hardware: Hardware, node: Node, kernels: _Kernels | None, flops: dict[str, int]) -> float:
     if is_free(node):
         return 0.0
     if formula := _formula(node):
         rate = _rate(hardware, node) * (hardware.attention_share if "attention" in str(node.target) else 1.0)
-        flops_us = _flops(node, formula) / (rate * 1e6)
+        flops_us = _flops(node, formula, flops) / (rate * 1e6)
         return max(flops_us, _bytes_us(hardware, _all_bytes(node)), hardware.kernel_us)
     if kernels is None or node not in kernels:
         return max(_bytes_us(hardware, _all_bytes(node)), hardware.kernel_us)
@@ -69,7 +69,7 @@ def _node_us(hardware: Hardware, node: Node, kernels: _Kernels | None) -> float:
 def node_flops(node: Node) -> int:
     """Floating-point operations of a matmul, a convolution or attention; 0 of any other node."""
     formula = None if is_free(node) else _formula(node)
-    return _flops(node, formula) if formula else 0
+    return _flops(node, formula, {}) if formula else 0
 
 
 @lru_cache(maxsize=4096)
@@ -105,7 +105,8 @@ _FORMULAS: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-def _flops(node: Node, formula: Callable[..., Any]) -> int:
+def _flops(node: Node, formula: Callable[..., Any], known: dict[str, int]) -> int:
+    """`known`: of other nodes, by their operator and what they take."""
     # Formulas that were registered for shapes unwrap tensors; the others want something that has a shape.
     is_raw = not hasattr(formula, "__wrapped__") and formula is not _grouped_mm_flops
 
@@ -119,8 +120,12 @@ def _flops(node: Node, formula: Callable[..., Any]) -> int:
         return value
 
     args, kwargs = [plain(value) for value in node.args], {name: plain(value) for name, value in node.kwargs.items()}
-    flops = int(formula(*args, **kwargs, out_val=plain(node.meta.get("val"))))
-    return flops // 2 if _is_causal(node) else flops
+    kwargs["out_val"] = plain(node.meta.get("val"))
+    key = f"{node.target} {args} {kwargs}"
+    if key not in known:
+        flops = int(formula(*args, **kwargs))
+        known[key] = flops // 2 if _is_causal(node) else flops
+    return known[key]
 
 
 def _is_causal(node: Node) -> bool:

@@ -95,7 +95,9 @@ def num_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; what a broadcast repeats counts once."""
     if tensor.layout != torch.strided:
         return math.prod(shape(tensor)) * tensor.dtype.itemsize
-    strides = tensor.stride()
+    strides, numel = tensor.stride(), tensor.numel()
+    if type(numel) is int and all(type(stride) is int and stride for stride in strides):
+        return numel * tensor.dtype.itemsize
     sizes = (size for size, stride in zip(shape(tensor), strides, strict=True) if type(stride) is not int or stride)
     return math.prod(sizes) * tensor.dtype.itemsize
 

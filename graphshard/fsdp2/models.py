@@ -81,6 +81,14 @@ def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[st
     return names
 
 
+def named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[str, ShardedParam]]]:
+    """`sharded_units`, with their parameters by `parameter_names`."""
+    units = sharded_units(model)
+    names = iter(parameter_names(model, [param for unit in units for param in unit.params]))
+    for unit in units:
+        yield unit, {next(names): param for param in unit.params}
+
+
 def without_wrappers(name: str) -> str:
     """An FQN without traces of checkpoint wrappers."""
     return name.replace(_WRAPPER_PREFIX, "")
@@ -88,17 +96,17 @@ def without_wrappers(name: str) -> str:
 
 def refused_shards(model: nn.Module) -> Iterator[Refusal]:
     """Sharded parameters that no program can gather."""
-    for unit in sharded_units(model):
-        for name, param in zip(parameter_names(model, unit.params), unit.params, strict=True):
+    for _, params in named_units(model):
+        for name, param in params.items():
             yield from refused_tensor(name, param.parameter)
             yield from refused_policy(name, param.parameter, param.param_dtype)
 
 
 def mixed_dtypes(model: nn.Module) -> Iterator[Refusal]:
     """Units whose trainable parameters are not of one dtype, which matters from the first forward on."""
-    for unit in sharded_units(model):
-        named = zip(parameter_names(model, unit.params), (param.parameter for param in unit.params), strict=True)
-        yield from refused_dtypes(unit.name, {name: param.dtype for name, param in named if param.requires_grad})
+    for unit, params in named_units(model):
+        tensors = {name: param.parameter for name, param in params.items()}
+        yield from refused_dtypes(unit.name, {name: t.dtype for name, t in tensors.items() if t.requires_grad})
 
 
 def lazy_init(model: nn.Module) -> None:

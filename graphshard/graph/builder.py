@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class Builder:
     def call_with(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **meta: Any) -> Node:
         """Adds `target(*args, **kwargs)`; `meta` goes into the node's."""
         fake_args = fake(args)
+        if target is operator.getitem:
+            return self._add(fake_args[0][fake_args[1]], target, args, kwargs, **meta)
         mode = next((x.fake_mode for x in _tensors(fake_args) if hasattr(x, "fake_mode")), None)
         if mode is None:
             raise AssertionError(f"{target}: no argument has a fake value")

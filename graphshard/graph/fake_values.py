@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphshard.compat.tensors import fake_copy
+from graphshard.compat.tensors import fake_copy, fake_view
 
 
 class FakeValues:
@@ -34,10 +33,9 @@ class FakeValues:
         if memory not in self._bound:
             return fake_copy(value, self._own, memory)
         outside, begin = self._bound[memory]
-        with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            if outside.dtype != value.dtype:
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            return outside.as_strided(value.shape, value.stride(), value.storage_offset() + begin)
+        if outside.dtype != value.dtype:
+            return fake_copy(value, {}, memory)
+        return fake_view(value, outside, int(value.storage_offset()) + begin)
 
 
 def _memory_of(value: Tensor) -> StorageWeakRef:

@@ -189,12 +189,12 @@ def is_call(node: object, target: Any) -> TypeGuard[Node]:
 
 def unshards(graph: Graph) -> list[Node]:
     """All `graphshard::unshard` nodes in graph order."""
-    return [node for node in graph.nodes if is_call(node, UNSHARD)]
+    return list(graph.find_nodes(op="call_function", target=UNSHARD))
 
 
 def reductions(graph: Graph) -> list[Node]:
     """All `graphshard::reduce_grad` nodes in graph order."""
-    return [node for node in graph.nodes if is_call(node, REDUCE_GRAD)]
+    return list(graph.find_nodes(op="call_function", target=REDUCE_GRAD))
 
 
 def is_marker(node: Node) -> bool:
@@ -216,7 +216,8 @@ def is_constant(node: Node) -> bool:
 
 def launches(graph: Graph) -> list[Node]:
     """All launches in graph order, the model's own collectives included."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in LAUNCHES]
+    found = (graph.find_nodes(op="call_function", target=target, sort=False) for target in LAUNCHES)
+    return sorted(node for nodes in found for node in nodes)
 
 
 def waits_of(launch: Node) -> list[Node]:

@@ -217,6 +217,6 @@ def _symbolic_sizes(value: Any) -> Iterator[Any]:
         for part in value:
             yield from _symbolic_sizes(part)
     elif isinstance(value, Tensor):
-        yield from _symbolic_sizes((*value.shape, *value.stride(), value.storage_offset()))
+        yield from (size for size in (*value.shape, *value.stride(), value.storage_offset()) if type(size) is not int)
     elif isinstance(value, _SYMBOLS):
         yield value

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from graphshard.cost import CollectiveKind, CostModel, GroupShape
-from graphshard.graph.ir import PassContext, gathered_source, is_call, val
-from graphshard.graph.markers import UNSHARD
+from graphshard.graph.ir import PassContext, gathered_source, unshards, val
 from graphshard.planner import GatherTask, OwnCollective, Problem, ReductionTask
 from graphshard.planning.communication_costs import CommunicationCosts
 from graphshard.planning.gather_tasks import gather_tasks
@@ -58,7 +57,7 @@ def extract_problem(
     own = own_collectives(place, costs)
     computed = scene.cost.graph_us(graph)
     moved = set(markers.gathers.values())
-    at_rest = {node for node in nodes if is_call(node, UNSHARD) and node not in moved}
+    at_rest = set(unshards(graph)) - moved
     times = [_cast_us(node, scene.cost) if node in at_rest else computed[node] for node in nodes]
     begins, wanted = _begins(gathers, own), _wanted(gathers, reductions)
     ops = join_ops(nodes, times, memory.computation_bytes(), begins, wanted, cuts, exact)

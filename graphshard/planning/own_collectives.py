@@ -27,8 +27,7 @@ def own_collectives(place: Mapping[Node, int], costs: CommunicationCosts) -> lis
     found = []
     for node in place:
         kind = LAUNCHES.get(node.target) or _KINDS.get(getattr(node.target, "_opname", ""))
-        waits = [place[wait] for wait in waits_of(node)]
-        if node.op != "call_function" or kind is None or not waits:
+        if node.op != "call_function" or kind is None or not (waits := [place[wait] for wait in waits_of(node)]):
             continue
         group = next((argument for argument in reversed(node.args) if isinstance(argument, str)), "")
         sent, received = (list(tensors(value)) for value in (fake(node.all_input_nodes), val(node)))

@@ -102,6 +102,7 @@ def make_backend(
     inductor = name == "inductor"
     bodies = Bodies() if inductor else None
 
+    @without_collection()
     def graphshard(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         runtime = runtime_of()
         if runtime is None:
@@ -141,16 +142,15 @@ def make_backend(
             captured.traced_once(bodies)
             return compile_region(gm, inputs, captured.compile, partitioner)
 
-        with without_collection():
-            compiled = with_room(
-                compile_traced_once,
-                gm,
-                lambda part, values: trace_apart(part, values, compile_region),
-                compile_it,
-                runtime.context.report,
-                title,
-                runtime.context.strict,
-            )
+        compiled = with_room(
+            compile_traced_once,
+            gm,
+            lambda part, values: trace_apart(part, values, compile_region),
+            compile_it,
+            runtime.context.report,
+            title,
+            runtime.context.strict,
+        )
 
         def run(*args: Any) -> Any:
             if is_selective():

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dynamo import boxed_graph
-from graphshard.compat.inductor import argument_position, copy_graph, generated_code
+from graphshard.compat.inductor import argument_position, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.results import hide_results
 from graphshard.compat.structured_trace import TracedCompile
@@ -164,11 +164,7 @@ class RegionLowering:
         """A graph that gathers and reduces everything, which gets the seams of its programs, and its context."""
         ctx = replace(self._usual_context(direction, gm, binding), outlines=self._outlines)
         context, title = self.runtime.context, f"{self.runtime.context.name}.region{self.number}.{direction}_marked"
-        seamless = copy_graph(gm)
-        try:
-            driver.mark_seams(gm, ctx, title, context.report.note_once)
-        except VerifyError as error:
-            gm.graph, ctx = seamless, driver.leaves_out(error, self._optional, ctx, context.report.note_once, title)
+        ctx = driver.mark_seams(gm, ctx, title, self._optional, context.report.note_once)
         return gm.graph, ctx
 
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
@@ -203,6 +199,7 @@ class RegionLowering:
                 )
 
     @roomy
+    @without_collection()
     def lower(
         self,
         graph: MarkedGraph,
@@ -269,7 +266,6 @@ class RegionLowering:
         number = sum(record.region == self.number for record in context.report.programs)
         return f"{context.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
 
-    @without_collection()
     def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool) -> BoxedCallable:
         """Code of a lowered graph. `late`: the compilation of the region is over."""
         runnable = with_gather_outputs(lowered.gm)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphshard import fsdp2
 from graphshard.capture import marked_classes
+from graphshard.compat.interpreter import without_collection
 from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import address
 from graphshard.fsdp2 import AllGatherExtension, Unit
@@ -59,12 +60,7 @@ class ShardTable:
             RuntimeError: a parameter was replaced in its module, or changed while an unreduced gradient was held.
         """
         if self._watch is None:
-            fsdp2.lazy_init(self._model)
-            found = {unit: self._shards_of(unit) for unit in self.units if unit.params}
-            self._of_unit, self._shards = found, [shard for own in found.values() for shard in own]
-            for shard in self._shards:
-                shard.grad_came = self._grad_came
-            self._extended = [(shard, own) for shard in self._shards if (own := shard.extension) is not None]
+            self._make_shards()
         elif self._watch.changed():
             for shard in self._shards:
                 shard.renew()
@@ -77,6 +73,19 @@ class ShardTable:
         for shard in self._shards:
             self._show(shard)
         return True
+
+    @without_collection()
+    def _make_shards(self) -> None:
+        fsdp2.lazy_init(self._model)
+        units = [unit for unit in self.units if unit.params]
+        names = iter(fsdp2.parameter_names(self._model, [param for unit in units for param in unit.params]))
+        for unit in units:
+            params = enumerate(unit.params)
+            self._of_unit[unit] = [Shard(param, unit, next(names), index, self._report) for index, param in params]
+        self._shards = [shard for own in self._of_unit.values() for shard in own]
+        for shard in self._shards:
+            shard.grad_came = self._grad_came
+        self._extended = [(shard, own) for shard in self._shards if (own := shard.extension) is not None]
 
     def _grad_came(self, shard: Shard) -> None:
         self.active.add(shard.unit)
@@ -111,13 +120,6 @@ class ShardTable:
         """What stands in the place of a parameter now; None: it does itself."""
         found = own_parameters(module).get(name)
         return found if _is_other(shard, found) else None
-
-    def _shards_of(self, unit: Unit) -> list[Shard]:
-        names = fsdp2.parameter_names(self._model, unit.params)
-        return [
-            Shard(param, unit, fqn, index, self._report)
-            for index, (param, fqn) in enumerate(zip(unit.params, names, strict=True))
-        ]
 
     def _addresses(self) -> dict[int, Shard]:
         return {address(shard.leaf): shard for shard in self._shards}
