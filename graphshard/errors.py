@@ -49,5 +49,9 @@ class RanksDiffer(RuntimeError):
     """Ranks that take part in the same collectives do not run the same programs; the message names what differs."""
 
 
+class OrderDiffers(RanksDiffer):
+    """What one rank computes cannot send what ranks have agreed on in the order that they have agreed on."""
+
+
 class CommunicationFailed(RuntimeError):
     """A collective of a program failed; the message names it, its parameters and the ranks that are missing."""

@@ -18,11 +18,12 @@ from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.parameters_in_forward import FORWARD, named_parameters
+from graphshard.capture.parameters_in_forward import FORWARD, parameters_in_forward
 from graphshard.capture.spmd_parameters import on_whole_mesh
 from graphshard.capture.twin_asking import traced_once
 from graphshard.compat.autograd import called_to_reduce_grads, half_of_backward
 from graphshard.compat.dynamo import inline_only, uncaptured
+from graphshard.errors import UnsupportedModel
 from graphshard.graph.elsewhere import ELSEWHERE
 from graphshard.graph.extensions import EXTENDED
 from graphshard.graph.markers import UNSHARD
@@ -132,8 +133,8 @@ def own_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _seen_as(cls: type[nn.Module]) -> dict[str, Any]:
     """What every class has that marks `cls`."""
-    named = named_parameters(cls.named_parameters, _begin_half, _in_forward, _is_gathered, shard_key, _hand_out)
-    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "named_parameters": named, _OWN_CLASS: cls}
+    asked = parameters_in_forward(cls, _begin_half, _in_forward, _is_gathered, shard_key, _hand_out)
+    return {"__module__": cls.__module__, "__doc__": cls.__doc__, _OWN_CLASS: cls} | asked
 
 
 @inline_only
@@ -198,9 +199,36 @@ def _parameter_property(name: str) -> property:
             full = UNSHARD(leaf, spec) if more is None else _as_seen(leaf, spec, *more)
             return full if FORWARD not in held or held[FORWARD].runs else ELSEWHERE(full)
         engine: ModelRunner = self.__dict__[ENGINE]
+        if name not in self._parameters:
+            return instead(self)
         return engine.unshard_outside(self, name) if engine.reads_gathered else self._parameters[name]
 
-    return property(inline_only(read))
+    def said(self: nn.Module) -> str:
+        return f"{own_class(type(self)).__name__.removeprefix('FSDP')}.{name}"
+
+    # `nn.Module` comes first with what it registers: this is what takes the place of a parameter that was deleted.
+    def refuse(self: nn.Module) -> None:
+        if self.__dict__[ENGINE].compiled:
+            raise UnsupportedModel(
+                f"{said(self)}: taken out of its module, as by a parametrization that is registered in forward (peft's "
+                "target_parameters); want that before graphshard.compile, or calls in graphshard.eager(model)"
+            )
+
+    def instead(self: nn.Module) -> Any:
+        refuse(self)
+        if name not in self.__dict__:
+            raise AttributeError(f"{said(self)}: no such attribute")
+        return self.__dict__[name]
+
+    def write(self: nn.Module, value: object) -> None:
+        refuse(self)
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        instead(self)
+        del self.__dict__[name]
+
+    return property(inline_only(read), write, delete)
 
 
 @inline_only

@@ -1,5 +1,5 @@
-"""`named_parameters` of a module in a running forward, of which `parameters` is made: parameters are gathered while the
-forward of their unit runs, as FSDP2 registers them then; those of other units are shards.
+"""`named_parameters`, of which `parameters` is made, and `get_parameter` of a module in a running forward: parameters
+are gathered while the forward of their unit runs, as FSDP2 registers them then; those of other units are shards.
 
 Modules that own no parameters answer so, too: `next(self.mlp.parameters()).dtype` is how many ask for `param_dtype`.
 """
@@ -40,24 +40,25 @@ class UnitForward:
 Named = Iterator[tuple[str, Any]]
 
 
-def named_parameters(
-    own: Callable[..., Named],
+def parameters_in_forward(
+    cls: type[nn.Module],
     asked: Callable[[nn.Module], None],
     in_forward: Callable[[nn.Module], bool],
     is_gathered: Callable[[nn.Module, str], bool],
     key_of: Callable[[str], str],
     hand_out: Callable[[nn.Module, str], None],
-) -> Callable[..., Named]:
-    """`named_parameters` of a marked class.
+) -> dict[str, Callable[..., Any]]:
+    """`named_parameters` and `get_parameter` of a marked class.
 
     Args:
-        own: of the class that it marks. One of the user's own says itself what it yields.
+        cls: that it marks. Methods of the user's own say themselves what they yield.
         asked: is told first.
         in_forward: whether a module is asked in a forward of its model, traced or not.
         is_gathered: whether a parameter is gathered then.
         key_of: key in a module's `__dict__` of what it holds for a sharded parameter, its leaf first.
         hand_out: is told of each parameter that is yielded as a shard.
     """
+    own, own_get = cls.named_parameters, cls.get_parameter
 
     def ask(self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Named:
         asked(self)
@@ -73,14 +74,28 @@ def named_parameters(
             tensor: Tensor | None = held[key][0] if key in held else registered[name]
             if tensor is None or is_seen(tensor, seen):
                 continue
-            if is_gathered(module, name):
-                yield prefix + name, getattr(module, name)
-            else:
-                hand_out(module, name)
-                yield prefix + name, registered[name]
+            yield prefix + name, value_of(module, name)
         for name, child in child_modules(module).items() if recurse else ():
             if child is not None and not is_seen(child, seen):
                 yield from walk(child, f"{prefix}{name}.", True, seen)
+
+    def get(self: nn.Module, target: str) -> Any:
+        asked(self)
+        if own_get is nn.Module.get_parameter and in_forward(self):
+            *path, name = target.split(".")
+            module: Any = self
+            for child in path:
+                module = None if module is None else child_modules(module).get(child)
+            if module is not None and own_parameters(module).get(name) is not None:
+                return value_of(module, name)
+        return own_get(self, target)
+
+    @inline_only
+    def value_of(module: nn.Module, name: str) -> Any:
+        if is_gathered(module, name):
+            return getattr(module, name)
+        hand_out(module, name)
+        return own_parameters(module)[name]
 
     @inline_only
     def is_seen(found: object, seen: set[Any] | None) -> bool:
@@ -91,4 +106,4 @@ def named_parameters(
         seen.add(found)
         return False
 
-    return inline_only(ask)
+    return {"named_parameters": inline_only(ask), "get_parameter": inline_only(get)}

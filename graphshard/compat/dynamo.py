@@ -98,7 +98,8 @@ else:
 def tell_of_compiles(begin: Callable[[object], None], end: Callable[[object], None]) -> None:
     """Has `begin` called when Dynamo begins to compile, and `end` when it has ended; once, however often it is asked.
 
-    `torch.compiler.reset` makes torch forget it.
+    `torch.compiler.reset` makes torch forget it. Both must be `uncaptured`: torch calls them in compiled frames too, as
+    when AOTAutograd compiles a backward, and holds a lock that a trace of theirs would wait for.
     """
     if begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(begin)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphshard.compat.dynamo import tell_of_compiles
+from graphshard.compat.dynamo import tell_of_compiles, uncaptured
 from graphshard.compat.store import default_store
 from graphshard.errors import CommunicationFailed
 from graphshard.faults.activity import ENTRIES, activity
@@ -65,11 +65,13 @@ def note_compiles() -> None:
     tell_of_compiles(_begin_tracing, _end_tracing)
 
 
+@uncaptured
 def _begin_tracing(_: object) -> None:
     activity.tracing = True
     progress.begin("torch.compile traces")
 
 
+@uncaptured
 def _end_tracing(_: object) -> None:
     activity.tracing = False
     progress.end()

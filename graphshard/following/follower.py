@@ -323,6 +323,7 @@ class Follower:
         if whole.leader == self._context.consensus.rank:
             meet()
         contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader, meet))
+        contract = self._context.any_order.of(key, contract)
         self.learn(whole.structure, direction, contract)
         return FollowedPass(whole, contract, direction)
 

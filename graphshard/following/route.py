@@ -11,7 +11,7 @@ parameters and never notice. So what a call used is compared between ranks when 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -223,7 +223,7 @@ class Route:
         self._latest[what] = route
         if _same(route, latest):
             return
-        lines, before = (_lines(_shards(found), self._split) for found in (route, latest))
+        lines, before = (_lines(found, self._split) for found in (route, latest))
         if lines == before:
             return
         try:
@@ -241,11 +241,6 @@ def _same(route: tuple[Leg | Shard, ...], other: tuple[Leg | Shard, ...]) -> boo
     )
 
 
-def _shards(route: Iterable[Leg | Shard]) -> Iterator[Shard]:
-    for used in route:
-        yield from (used,) if isinstance(used, Shard) else used.binding.shards
-
-
 def _change(before: list[str], lines: list[str]) -> str:
     """The first difference between two calls, in words."""
     place = first_difference(before, lines)
@@ -253,14 +248,24 @@ def _change(before: list[str], lines: list[str]) -> str:
     return f"{new} in place {place}, where the call before used {old}"
 
 
-def _lines(shards: Iterable[Shard], split: Container[Unit] = ()) -> list[str]:
-    """A line for each use of a unit; what follows one another of one unit is one use. Of split units all is sent."""
+def _lines(route: Iterable[Leg | Shard], split: Container[Unit] = ()) -> list[str]:
+    """A line for each use of a unit: by a leg, or of split units, of which all is sent, by legs and reads that follow
+    one another, as long as none of these legs runs again.
+    """
     uses: list[tuple[str, set[str]]] = []
-    for shard in shards:
-        if shard.unit.reduce_unused:  # gathered and reduced as a whole, for this
-            continue
-        unit = shard.unit.name or "root"
-        if not uses or uses[-1][0] != unit:
-            uses.append((unit, set()))
-        uses[-1][1].add("all of it" if shard.unit in split else shard.fqn)
+    last, legs = "", set[tuple[int, frozenset[Shard]]]()  # unit and legs of the last use
+    for used in route:
+        shards = used.binding.shards if isinstance(used, Leg) else (used,)
+        shards = tuple(shard for shard in shards if not shard.unit.reduce_unused)  # gathered as a whole, for this
+        leg = (id(used.graph), used.binding.shard_set) if isinstance(used, Leg) else None
+        if leg is not None and shards and (leg in legs or shards[0].unit not in split):
+            last = ""
+        for shard in shards:
+            if (unit := shard.unit.name or "root") != last:
+                last = unit
+                uses.append((unit, set()))
+                legs.clear()
+            uses[-1][1].add("all of it" if shard.unit in split else shard.fqn)
+        if leg is not None:
+            legs.add(leg)
     return [f"{unit}: {', '.join(sorted(fqns))}" for unit, fqns in uses]

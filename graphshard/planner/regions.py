@@ -81,7 +81,7 @@ def pass_problem(runs: Sequence[RegionRun]) -> Problem:
         stream = [streams.index(name) for name in run.problem.streams]
         inside = [gather for gather in run.problem.gathers if gather.unit not in outside]
         own_collectives += _inside(run.problem, outside, stream, at)
-        op_bytes.append(max(run.problem.op_bytes) + elsewhere + sum(gather.full_bytes for gather in inside))
+        op_bytes.append(max(run.problem.op_bytes, default=0) + elsewhere + sum(gather.full_bytes for gather in inside))
     return Problem(
         runs[0].problem.direction,
         tuple(str(at) for at in range(len(runs))),

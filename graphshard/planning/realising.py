@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from graphshard.agree.contract import Contract
-from graphshard.errors import RanksDiffer
+from graphshard.errors import OrderDiffers, RanksDiffer
 from graphshard.graph.ir import PassContext
 from graphshard.graph.plan import END, PlannedBucket
 from graphshard.planner import (
@@ -34,7 +34,8 @@ def realise(
         budget_bytes: most that the program should allocate: gathers are launched late where it would allocate more.
 
     Raises:
-        RanksDiffer: the graph gathers or reduces other parameters, or computes in an order that the contract forbids.
+        RanksDiffer: the graph gathers or reduces other parameters.
+        OrderDiffers: it computes in an order that the contract forbids.
     """
     names = frozenset(step.before for step in contract.steps) - {END}
     problem = extract_problem(graph, ctx, scene, names if contract.steps else None)
@@ -57,7 +58,10 @@ def realise(
         if budget_bytes is not None and simulate(problem, schedule).peak_bytes > budget_bytes:
             schedule = realised_schedule(problem, buckets, hints, early=False)
     except OrderImpossible as error:
-        raise RanksDiffer(f"contract: {ctx.direction}: {error}") from None
+        raise OrderDiffers(
+            f"contract: {ctx.direction}: {error}; want modules called in the same order on every rank, or "
+            "regions='unit'"
+        ) from None
     return problem, schedule
 
 

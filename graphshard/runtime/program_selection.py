@@ -81,7 +81,8 @@ class ProgramSelection:
         forward: Binding | None = None,
     ) -> Program:
         """The program for one state of a call; lowered when it is missing. `forward`: of a backward, its forward's."""
-        key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only)
+        changes = self._lowering.runtime.context.any_order.changes
+        key = (graph.direction, graph.part, binding.grouping, binding.key(states), undefined, inputs_only, changes)
         if (program := self._programs.get(key)) is None:
             names = [name for name, _ in graph.slots]
             if graph.direction == "forward":

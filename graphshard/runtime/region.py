@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from graphshard.compat.autograd import a_stage_asks_for_inputs
@@ -19,7 +20,7 @@ from graphshard.errors import UnsupportedModel
 from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.block_calls import Body
-from graphshard.graph.ir import Direction, output_args, shard_placeholder, unshards
+from graphshard.graph.ir import Direction, output_args, reductions, shard_placeholder, unshards, val
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -87,6 +88,7 @@ class Region:
         gm = self._expanded(gm, direction)
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._lowering.check_slots(graph)
+        self._check_gradients(gm)
         if planning is not None:
             planning.agree()
         if direction == "backward":
@@ -123,8 +125,18 @@ class Region:
         if backward is None:
             return None
         text, backward = str(backward.graph), module_of(backward, copy_graph(backward))
+        self._check_gradients(backward)
         self._planned = text, self._expanded(backward, "backward")
         return backward
+
+    def _check_gradients(self, gm: GraphModule) -> None:
+        for node in reductions(gm.graph):
+            if val(node.all_input_nodes[0]).layout is not torch.strided:
+                shard = self._lowering.shard_of(shard_placeholder(node).name)
+                raise UnsupportedModel(
+                    f"{'a parameter' if shard is None else shard.fqn}: its gradient is a sparse tensor, which neither "
+                    "FSDP2 nor graphshard reduces; want sparse=False in its nn.Embedding"
+                )
 
     def _expanded(self, gm: GraphModule, direction: Direction) -> GraphModule:
         """A graph with blocks in the place of calls: itself, changed; of a planned backward, what was made then."""

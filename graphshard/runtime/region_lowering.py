@@ -110,8 +110,12 @@ class RegionLowering:
 
     def binding(self, graph: MarkedGraph) -> Binding:
         """The shards that the region was captured with."""
-        found = [self._positions[self._names[name]]() for name, _ in graph.slots]
+        found = [self.shard_of(name) for name, _ in graph.slots]
         return Binding(tuple(shard for shard in found if shard is not None))
+
+    def shard_of(self, name: str) -> Shard | None:
+        """That of a placeholder of the region's graphs. None: the model was deleted."""
+        return self._positions[self._names[name]]()
 
     def keep_units(self, graph: MarkedGraph, backward: GraphModule, binding: Binding) -> None:
         """Decides which units stay gathered from this forward to its backward."""
@@ -170,7 +174,7 @@ class RegionLowering:
     def _usual_context(self, direction: Direction, gm: GraphModule, binding: Binding) -> PassContext:
         """The context of a graph that gathers and reduces everything."""
         names = {shard_placeholder(node).name for node in (*unshards(gm.graph), *reductions(gm.graph))}
-        shards = {name: self._positions[self._names[name]]() for name in names}
+        shards = {name: self.shard_of(name) for name in names}
         params = {name: shard.ref() for name, shard in shards.items() if shard is not None}
         fuses = fuses_on(binding.device, self.runtime.context.report.say_once)
         return PassContext(direction, params, usual_flags(direction, binding), fuses=fuses)
@@ -295,8 +299,8 @@ class RegionLowering:
         params, planner = contract_params(binding), self._planner
         expected, notes = "", list[str]()
         what, known_by = f"{graph.direction} {graph.part}".rstrip(), self.structure_for(forward or binding)
-        agreed = partial(self.runtime.context.left_out.agreed, program_key(what, known_by, state))
-        meet = agreed if self.is_whole or not graph.sends_nothing(ctx.flags) else None
+        context, key = self.runtime.context, program_key(what, known_by, state)
+        meet = partial(context.left_out.agreed, key) if self.is_whole or not graph.sends_nothing(ctx.flags) else None
 
         def decide() -> str:
             lowered, decision, failed = self._within_budget(graph, ctx, title, named, meet=meet)
@@ -327,11 +331,11 @@ class RegionLowering:
         elif expected:
             for line in notes:
                 planner.note(line)
-        if not made:
-            contract = contract.for_params(params)
-            lowered, decision, _ = self._within_budget(graph, ctx, title, named, contract)
-            return lowered, decision, contract
-        return *made[0], contract
+        if made:
+            return *made[0], contract
+        lower, note = partial(self._within_budget, graph, ctx, title, named), context.report.note_once
+        found, contract = context.any_order.kept(key, what, contract.for_params(params), lower, note)
+        return *found[:2], contract
 
     def _within_budget(
         self,

@@ -283,3 +283,15 @@ def replaced_parameter() -> None:
 
 def test_replaced_parameter_is_noticed(two_ranks: WorkerPool) -> None:
     two_ranks.run(replaced_parameter)
+
+
+def sparse_gradient() -> None:
+    model = graphshard.compile(
+        nn.Sequential(nn.Embedding(8, 16, sparse=True), models.mlps()), mesh(), backend="aot_eager"
+    )
+    with pytest.raises(graphshard.UnsupportedModel, match=r"0\.weight: its gradient is a sparse tensor.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradient_is_named(two_ranks: WorkerPool) -> None:
+    two_ranks.run(sparse_gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -13,7 +14,9 @@ from test_training import BITWISE
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
+import graphshard
 from graphshard.testing import TrainingRun, training_test
 
 pytestmark = pytest.mark.row("X8")
@@ -63,7 +66,7 @@ def by_name(block: Any, x: Tensor) -> Tensor:
         if name.endswith("bias"):
             x = x + param
         elif name == "block.tied.in.weight":
-            x = F.linear(x, param)
+            x = F.linear(x, param + block.get_parameter("tied.in.weight"))
     return through(block, x)
 
 
@@ -234,3 +237,54 @@ def test_a_forward_that_fails_leaves_no_trace(run: TrainingRun) -> None:
             model(*models.features(0, run.rank))
         handle.remove()
     train(run, model)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class ParametrizedInForward(nn.Linear):
+    """Doubles the weight of its inner layer while it calls that, as peft's `target_parameters` adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.inner, "weight", Doubled())
+        try:
+            out: Tensor = self.inner(super().forward(x))
+            return out
+        finally:
+            parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+
+
+class SwappedInForward(nn.Linear):
+    """Computes with another weight in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        del self.weight
+        self.weight = 2 * weight
+        try:
+            return super().forward(x)
+        finally:
+            del self.weight
+            self.register_parameter("weight", weight)
+
+
+@pytest.mark.parametrize("build", [ParametrizedInForward, SwappedInForward])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_parameter_that_forward_takes_out_is_named_and_eager_has_it(run: TrainingRun, build: Any) -> None:
+    model: Any = run.shard(nn.Sequential(build(), build()))
+    if not run.is_reference:
+        with pytest.raises(graphshard.UnsupportedModel, match=r"\.weight: taken out of its module.*graphshard\.eager"):
+            model(*models.features(0, run.rank))
+    with nullcontext() if run.is_reference else graphshard.eager(model):
+        loss = model(*models.features(0, run.rank)).square().mean()
+        loss.backward()
+    run.observe(loss, model)

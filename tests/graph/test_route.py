@@ -192,3 +192,32 @@ def test_call_that_only_one_rank_makes_otherwise_is_told_with_what_has_changed()
     route.use(leg("a1"))
     with pytest.raises(RanksDiffer, match=r"never came.* on rank 1 it uses nothing more in place 1, .* used 'b: b1'"):
         route.end(CALL, 1)
+
+
+def test_calls_that_run_a_leg_another_number_of_times_are_told() -> None:
+    one, two = leg("a1"), leg("b1")
+    found = [Route(own, lambda line: None) for own in consensus()]
+    for route in found:
+        for used in (one, two):
+            route.use(used)
+    together(found, lambda route: route.end(CALL, 0))
+    again = iter([(one, one, two), (one, two, two)])
+
+    def call(route: Route) -> str:
+        for used in next(again):
+            route.use(used)
+        with pytest.raises(RanksDiffer) as caught:
+            route.end(CALL, 1)
+        return str(caught.value)
+
+    assert all("first in place 1" in text and "a: a1" in text for text in together(found, call))
+
+
+def test_legs_of_a_split_unit_that_follow_one_another_are_one_use() -> None:
+    own, (first, second) = consensus(), (leg("a1"), leg("a2"))
+    route = Route(own[0], lambda line: None, split=[Named("a1").unit, Named("a2").unit])
+    route._latest[CALL] = (leg("a1 a2"),)
+    own[0]._store = None
+    for used in (first, second):
+        route.use(used)
+    route.end(CALL, 1)  # as before: nobody is asked
