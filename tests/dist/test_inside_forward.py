@@ -1,0 +1,64 @@
+"""What forwards do besides computing an output: gradients of inputs, graphs that only read."""
+
+from __future__ import annotations
+
+import models
+import torch
+import torch.nn.functional as F
+from test_training import BITWISE
+from torch import Tensor, nn
+
+from graphshard.testing import TrainingRun, training_test
+
+
+class Forces(nn.Module):
+    """Differentiates an energy by its input inside forward, first order, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.energy = models.mlps(), nn.Linear(models.DIM, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            energy = self.energy(self.layers(x))
+            (forces,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        return energy, forces.detach()
+
+
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_gradient_of_an_input_inside_forward(run: TrainingRun) -> None:
+    model = run.shard(Forces())
+    for step in range(2):
+        energy, forces = model(*models.features(step, run.rank))
+        loss = energy.square().mean() + forces.square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+class ReadsBetweenBreaks(nn.Module):
+    """A graph that computes nothing reads a parameter for the one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = models.mlps(), nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        torch._dynamo.graph_break()
+        weight, bias = self.head.weight, self.head.bias
+        torch._dynamo.graph_break()
+        return F.linear(x, weight, bias)
+
+
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_graph_that_only_reads_parameters(run: TrainingRun) -> None:
+    model = run.shard(ReadsBetweenBreaks(), plan="auto")
+    for step in range(3):
+        with torch.no_grad():
+            model(*models.features(step, run.rank))
+        loss = model(*models.features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
