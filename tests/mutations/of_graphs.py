@@ -37,8 +37,8 @@ OF_GRAPHS = (
     Mutation(
         "parameters() in forward gathers those of units whose forward does not run",
         "graphshard/capture/parameters_in_forward.py",
-        "            if is_gathered(module, name):",
-        "            if True:",
+        "        if is_gathered(module, name):",
+        "        if True:",
         ("tests/dist/test_parameters_in_forward.py", "-k", "param_dtype"),
     ),
     Mutation(

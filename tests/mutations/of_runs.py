@@ -109,8 +109,8 @@ OF_RUNS = (
     Mutation(
         "what forward keeps for backward is not counted where regions are planned together",
         "graphshard/planner/regions.py",
-        "op_bytes.append(max(run.problem.op_bytes) + elsewhere",
-        "op_bytes.append(max(run.problem.op_bytes)",
+        "op_bytes.append(max(run.problem.op_bytes, default=0) + elsewhere",
+        "op_bytes.append(max(run.problem.op_bytes, default=0)",
         ("tests/graph/test_pass_plan.py",),
     ),
     Mutation(
