@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.compat.dynamo import uncaptured
 from graphshard.following.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import ProgramRecord, Report
@@ -175,6 +176,7 @@ class _Read(torch.autograd.Function):
         return reads.run_forward(shard, forward)
 
     @staticmethod
+    @uncaptured
     def backward(ctx: Any, *grads: Any) -> Any:
         shard, reads, record = ctx.state
         reads.run_backward(shard, grads[0], ctx.call, record)

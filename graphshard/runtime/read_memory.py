@@ -8,11 +8,13 @@ parameters, at the same times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import tensors_in
 from graphshard.fsdp2 import Unit
 from graphshard.state.holdings import Holdings
@@ -73,13 +75,11 @@ class ReadMemory:
             return
         _empty(handed)
 
-        def fill(_: Tensor) -> None:
-            self._fill(handed)
-
         for output in outputs:
-            output.register_hook(fill)  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._fill, handed))  # type: ignore[no-untyped-call]
 
-    def _fill(self, handed: list[HandedOut]) -> None:
+    @uncaptured
+    def _fill(self, handed: list[HandedOut], _: Tensor) -> None:
         self._gather(frozenset(found.shard.unit for found in handed))
         if any(filled.handed is handed for filled in self._filled):  # for another output
             return

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphshard.compat.autograd import a_stage_asks_for_inputs
-from graphshard.compat.dynamo import boxed
+from graphshard.compat.dynamo import boxed, uncaptured
 from graphshard.compat.inductor import CompileState, copy_graph, keep_what_forward_saves, module_of
 from graphshard.errors import UnsupportedModel
 from graphshard.following.part_programs import PartPrograms
@@ -96,7 +96,7 @@ class Region:
             runtime.follower.learn_backward(self._lowering.structure, (shards[slot].fqn for slot in graph.gathered))
             self._selection.backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
-            return boxed(lambda args: self._run_backward(graph, args))
+            return boxed(partial(self._run_backward, graph))
         if direction == "forward":
             keep_what_forward_saves()
             self._slot_named = {name: slot for slot, (name, _) in enumerate(graph.slots)}
@@ -171,6 +171,7 @@ class Region:
             self.calls.begin(binding, forward.entry, role, is_part)
         return self._runner.forward(program, binding, args)
 
+    @uncaptured
     def _run_backward(self, graph: MarkedGraph, args: list[Any]) -> Any:
         asked = self.calls.backward()
         backward = self._lowering.runtime.backward

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
+from graphshard.compat.dynamo import uncaptured
 from graphshard.fsdp2 import Unit
 from graphshard.planning.pass_plan import PassPlan, plan_pass
 from graphshard.runtime.orders import MakesRun, Order, Orders, PassStep, RunningPass
@@ -143,6 +144,7 @@ class RegionOrders:
             call_at_end_of_backward(self._end_backward)
         return self._backward
 
+    @uncaptured
     def _end_backward(self) -> None:
         if self._backward is not None:
             self._orders.end(self._backward)

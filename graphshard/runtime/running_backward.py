@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
+from graphshard.compat.dynamo import uncaptured
 from graphshard.fsdp2 import Unit
 from graphshard.state.calls import LiveCalls
 from graphshard.state.unit_reductions import UnitReductions
@@ -49,6 +50,7 @@ class RunningBackward:
             call_at_end_of_backward(self._end)
         self._ending = self._ending | only if only and self._ending else frozenset()
 
+    @uncaptured
     def _end(self) -> None:
         self._id = -1
         self.finish()

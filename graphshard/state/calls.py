@@ -6,12 +6,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphshard.compat.autograd import accumulates_into, compiled_function_node, keeps_graph, will_run
+from graphshard.compat.dynamo import uncaptured
 from graphshard.fsdp2 import Unit
 from graphshard.state.binding import Binding
 from graphshard.state.shards import Shard
@@ -180,9 +182,10 @@ class Calls:
             binding, entry, role, is_part = begun or (Binding(()), Entry(), None, False)
             call = Call(binding, entry, role, node, is_part)
             self._live.add(call)
-            node.register_prehook(lambda grads: self._before_backward(grads, numbers, call))
+            node.register_prehook(partial(self._before_backward, numbers, call))
 
-    def _before_backward(self, grads: Sequence[Tensor | None], numbers: list[int], call: Call) -> None:
+    @uncaptured  # backward may run in a forward that Dynamo watches: forces are gradients
+    def _before_backward(self, numbers: list[int], call: Call, grads: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are not "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphshard.capture.spmd_parameters import key_of
+from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit
 from graphshard.graph.ir import ParamRef
@@ -80,7 +82,7 @@ class Shard:
         leaf.requires_grad_(trainable)
         keep_static(leaf)
         if trainable:
-            leaf.register_post_accumulate_grad_hook(_handing_over(self))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(partial(_hand_over, weakref.ref(self)))  # type: ignore[no-untyped-call]
         return leaf
 
     def renew(self) -> None:
@@ -245,7 +247,7 @@ class Shard:
         watched = None if self._watched is None else self._watched()
         if parameter.requires_grad and parameter is not self._registered and parameter is not watched:
             self._watched = weakref.ref(parameter)
-            parameter.register_post_accumulate_grad_hook(_taking(self))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._registered = parameter
         self.param.register(parameter)
 
@@ -322,33 +324,25 @@ class Shard:
         self.held = self.pending = self.partial = None
 
 
-def _handing_over(shard: Shard) -> Callable[[Tensor], None]:
+@uncaptured
+def _hand_over(shard_of: weakref.ref[Shard], leaf: Tensor) -> None:
     """The gradient hook of a leaf. It does not keep the shard alive: Python cannot see a cycle through a tensor's
     hooks.
     """
-    shard_of = weakref.ref(shard)
-
-    def hand_over(leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        shard = shard_of()
-        if grad is not None and shard is not None:  # None: the program left it unreduced, or none flowed
-            shard.deliver(grad)
-
-    return hand_over
+    grad, leaf.grad = leaf.grad, None
+    shard = shard_of()
+    if grad is not None and shard is not None:  # None: the program left it unreduced, or none flowed
+        shard.deliver(grad)
 
 
-def _taking(shard: Shard) -> Callable[[Tensor], None]:
+@uncaptured
+def _take(shard_of: weakref.ref[Shard], parameter: Tensor) -> None:
     """The gradient hook of a gathered parameter that stays: user code has used it around the model's forward."""
-    shard_of = weakref.ref(shard)
-
-    def take(parameter: Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        shard = shard_of()
-        if grad is not None and shard is not None:
-            shard.add_pending(shard.param.local_grad(grad), shared=True)
-            shard.grad_came(shard)
-
-    return take
+    grad, parameter.grad = parameter.grad, None
+    shard = shard_of()
+    if grad is not None and shard is not None:
+        shard.add_pending(shard.param.local_grad(grad), shared=True)
+        shard.grad_came(shard)
 
 
 class ParameterWatch:

@@ -295,7 +295,13 @@ def taken_out(build: type[nn.Module]) -> None:
         assert torch.equal(own.grad.full_tensor(), want.grad)  # alike on both ranks: half of their sum is each
 
 
-@pytest.mark.parametrize("build", [ParametrizedInForward, SwappedInForward])
+SWAPPED = pytest.param(
+    SwappedInForward,
+    marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo fails itself where a parameter is written so"),
+)
+
+
+@pytest.mark.parametrize("build", [ParametrizedInForward, SWAPPED])
 def test_parameter_that_forward_takes_out_is_named_and_eager_has_it(
     two_ranks: WorkerPool, build: type[nn.Module]
 ) -> None:
