@@ -74,7 +74,6 @@ class ReadMemory:
         if not outputs:
             return
         _empty(handed)
-
         for output in outputs:
             output.register_hook(partial(self._fill, handed))  # type: ignore[no-untyped-call]
 

@@ -11,8 +11,8 @@ OF_MEMORY = (
     Mutation(
         "what code around graphs has read stays until backward",
         "graphshard/runtime/read_memory.py",
-        "        _empty(handed)\n\n        def fill",
-        "        def fill",
+        "        _empty(handed)\n        for output",
+        "        for output",
         (_STEPS, "-k", "Around"),
     ),
     Mutation(
