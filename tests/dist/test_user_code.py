@@ -374,3 +374,19 @@ def test_unit_split_by_a_frame_that_is_left_out_is_gathered_once(run: TrainingRu
     model = run.shard(Looped())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.train(model, optimizer, lambda model, run, index: model(*models.features(index, run.rank)).square().mean())
+
+
+@training_test(tolerance=BITWISE)
+def test_step_that_users_compile_as_a_whole(run: TrainingRun) -> None:
+    """Its frame breaks at `backward`, and is watched by Dynamo while that runs."""
+    model: Any = run.shard(models.mlps())
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    taken = step if run.is_reference else torch.compile(step, backend="aot_eager")
+    for index in range(3):
+        run.observe(taken(*models.features(index, run.rank)), model)
+        model.zero_grad()
