@@ -102,8 +102,8 @@ def annotated_subject(model: nn.Module) -> Subject:
     groups = _names_of(model)
     by_name = {name: names for names in groups.values() for name in names}
     found: dict[tuple[str, ...], OwnedParameter] = {}
-    units = [*fsdp2.named_units(model)]
-    for unit, params in units:
+    units = fsdp2.sharded_units(model)
+    for unit, params in fsdp2.named_units(model, units):
         for fqn, param in params.items():
             names = by_name.get(fqn, (fqn,))
             found[names] = OwnedParameter(
@@ -121,14 +121,14 @@ def annotated_subject(model: nn.Module) -> Subject:
         if names not in found:
             found[names] = OwnedParameter(names, registered, None, tuple(registered.shape))
     in_order = [found[names] for names in groups.values()]
-    counts = {unit.world_size for unit, _ in units}
+    counts = {unit.world_size for unit in units}
     mesh = fsdp2.annotation_mesh(model)
     return Subject(
         model,
         "annotated" if engine_of(model) is None else "compiled",
         counts.pop() if len(counts) == 1 else None,
         in_order,
-        said_of_names([type(modules[unit.name]).__name__ for unit, _ in units if unit.name in modules and unit.name]),
+        said_of_names([type(modules[unit.name]).__name__ for unit in units if unit.name in modules and unit.name]),
         "" if mesh is None else mesh.device_type,
     )
 

@@ -81,9 +81,8 @@ def parameter_names(model: nn.Module, params: Sequence[ShardedParam]) -> list[st
     return names
 
 
-def named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[str, ShardedParam]]]:
-    """`sharded_units`, with their parameters by `parameter_names`."""
-    units = sharded_units(model)
+def named_units(model: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[Unit, dict[str, ShardedParam]]]:
+    """Units of a model, with their parameters by `parameter_names`, which walks it once for all of them."""
     names = iter(parameter_names(model, [param for unit in units for param in unit.params]))
     for unit in units:
         yield unit, {next(names): param for param in unit.params}
@@ -96,7 +95,7 @@ def without_wrappers(name: str) -> str:
 
 def refused_shards(model: nn.Module) -> Iterator[Refusal]:
     """Sharded parameters that no program can gather."""
-    for _, params in named_units(model):
+    for _, params in named_units(model, sharded_units(model)):
         for name, param in params.items():
             yield from refused_tensor(name, param.parameter)
             yield from refused_policy(name, param.parameter, param.param_dtype)
@@ -104,7 +103,7 @@ def refused_shards(model: nn.Module) -> Iterator[Refusal]:
 
 def mixed_dtypes(model: nn.Module) -> Iterator[Refusal]:
     """Units whose trainable parameters are not of one dtype, which matters from the first forward on."""
-    for unit, params in named_units(model):
+    for unit, params in named_units(model, sharded_units(model)):
         tensors = {name: param.parameter for name, param in params.items()}
         yield from refused_dtypes(unit.name, {name: t.dtype for name, t in tensors.items() if t.requires_grad})
 

@@ -78,10 +78,9 @@ class ShardTable:
     def _make_shards(self) -> None:
         fsdp2.lazy_init(self._model)
         units = [unit for unit in self.units if unit.params]
-        names = iter(fsdp2.parameter_names(self._model, [param for unit in units for param in unit.params]))
-        for unit in units:
-            params = enumerate(unit.params)
-            self._of_unit[unit] = [Shard(param, unit, next(names), index, self._report) for index, param in params]
+        for unit, params in fsdp2.named_units(self._model, units):
+            named = enumerate(params.items())
+            self._of_unit[unit] = [Shard(param, unit, fqn, index, self._report) for index, (fqn, param) in named]
         self._shards = [shard for own in self._of_unit.values() for shard in own]
         for shard in self._shards:
             shard.grad_came = self._grad_came
