@@ -25,25 +25,29 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.compat.inductor import copy_graph
+from graphshard.compat.once_logs import OnceLogs
 from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
 @contextmanager
-def guarded_hooks() -> Iterator[None]:
+def capture_settings() -> Iterator[None]:
     """Inside, what is captured looks whether modules have hooks where they had none: else frames around modules, behind
-    graph breaks, would be the same for modules with hooks and without.
+    graph breaks, would be the same for modules with hooks and without. And what is logged once breaks no graph.
     """
     # Not by `config.patch`: each leaves a variable in the thread's context for good.
-    if not dynamo_config.skip_nnmodule_hook_guards:
+    skip, logs = dynamo_config.skip_nnmodule_hook_guards, dynamo_config.ignore_logging_functions
+    if not skip and isinstance(logs, OnceLogs):
         yield
         return
     dynamo_config.skip_nnmodule_hook_guards = False
+    dynamo_config.ignore_logging_functions = OnceLogs(logs)
     try:
         yield
     finally:
-        dynamo_config.skip_nnmodule_hook_guards = True
+        dynamo_config.skip_nnmodule_hook_guards = skip
+        dynamo_config.ignore_logging_functions = logs
 
 
 def is_compiled_module(module: object) -> bool:

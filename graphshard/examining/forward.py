@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from graphshard import fsdp2
 from graphshard.capture.marked_classes import entry_point
 from graphshard.compat import fake_forward
-from graphshard.compat.dynamo import guarded_hooks
+from graphshard.compat.dynamo import capture_settings
 from graphshard.compat.graph_breaks import GraphBreak, recorded_graph_breaks
 from graphshard.examining.diagnosis import Finding
 from graphshard.examining.plain_copy import plain_copy
@@ -85,7 +85,7 @@ class ForwardLook:
         run = torch.compile(entry_point(type(model), _call), backend=as_it_is)
         with recorded_graph_breaks() as breaks:
             try:
-                with fake_forward.without_data(mode), guarded_hooks():
+                with fake_forward.without_data(mode), capture_settings():
                     run(model, args, kwargs)
             except (Exception, SystemExit) as error:
                 self._give_up("graph breaks behind that line", error)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.capture.twins import Twins
-from graphshard.compat.dynamo import BackendCompilerFailed, guarded_hooks
+from graphshard.compat.dynamo import BackendCompilerFailed, capture_settings
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
 from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
@@ -111,7 +111,7 @@ class EntryPoints:
         note_compiles()
         runs = self._forward.regions_run
         try:
-            with guarded_hooks():
+            with capture_settings():
                 try:
                     return self._function(module, kind, method)(module, args, kwargs)
                 except TwinsMoved:

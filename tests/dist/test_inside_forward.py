@@ -1,6 +1,10 @@
-"""What forwards do besides computing an output: gradients of inputs, graphs that only read."""
+"""What forwards do besides computing an output: gradients of inputs, graphs that only read, messages."""
 
 from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
 
 import models
 import torch
@@ -8,6 +12,7 @@ import torch.nn.functional as F
 from test_training import BITWISE
 from torch import Tensor, nn
 
+import graphshard
 from graphshard.testing import TrainingRun, training_test
 
 
@@ -62,3 +67,36 @@ def test_graph_that_only_reads_parameters(run: TrainingRun) -> None:
         loss.backward()
         run.observe(loss, model)
         model.zero_grad()
+
+
+class Logger(logging.Logger):
+    @functools.lru_cache(None)  # noqa: B019
+    def warning_once(self, *args: Any) -> None:
+        self.warning(*args)
+
+
+class LogsOnce(nn.Module):
+    """Warns between its layers, as classes of transformers do."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self.layers, self.head = models.mlps(), nn.Linear(models.DIM, models.DIM)
+        self.logger = logger
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.logger.warning_once("this default will change")
+        return self.head(x)
+
+
+@training_test(tolerance=BITWISE, expect_collectives="equal")
+def test_what_is_logged_once_breaks_no_graph_on_ranks_that_log_at_other_levels(run: TrainingRun) -> None:
+    logger = Logger("of.a.model", level=(logging.WARNING, logging.ERROR)[run.rank])
+    model = run.shard(LogsOnce(logger))
+    for step in range(2):
+        loss = model(*models.features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+    if not run.is_reference:
+        assert graphshard.report(model).regions == 1

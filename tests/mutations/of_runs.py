@@ -123,7 +123,7 @@ OF_RUNS = (
     Mutation(
         "frames of users' functions do not look at hooks",
         "graphshard/runtime/entry_points.py",
-        "            with guarded_hooks():\n",
+        "            with capture_settings():\n",
         "            if True:\n",
         ("tests/dist/test_user_code.py", "-k", "function_calls"),
     ),
