@@ -65,6 +65,13 @@ def is_plain_fake(value: Tensor) -> bool:
     return type(value) is FakeTensor and value.layout is torch.strided
 
 
+def is_constant(value: object) -> bool:
+    """Whether a value of a trace is a number that torch knows, as of `torch.tensor(1.0)`: what is done with such ones,
+    torch does at once, not only in the graph.
+    """
+    return isinstance(value, FakeTensor) and value.constant is not None
+
+
 def size_key(size: int | torch.SymInt) -> Hashable:
     """Of sizes of one trace, the same for those that are the same number or the same symbolic expression."""
     key: Hashable = size.node.expr if isinstance(size, torch.SymInt) else size

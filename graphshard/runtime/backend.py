@@ -28,7 +28,7 @@ from graphshard.compat.inductor import (
 from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.compat.running_trace import failed_guard, has_read_in_functional_call, traced_code
-from graphshard.compat.tensors import is_selective
+from graphshard.compat.tensors import is_constant, is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
@@ -108,6 +108,7 @@ def make_backend(
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
         _check_functional_calls(runtime, fullgraph)
+        _check_collectives(runtime, gm, fullgraph)
         _check_writes(runtime, gm, inputs, fullgraph)
         if is_one_call(gm):
             return as_it_is(runtime, gm)
@@ -174,6 +175,23 @@ def _check_functional_calls(runtime: ModelRuntime, fullgraph: bool) -> None:
     if fullgraph:
         raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
     runtime.holdings.shards.say_other_values()
+    leave_frame(said)
+
+
+def _check_collectives(runtime: ModelRuntime, gm: GraphModule, fullgraph: bool) -> None:
+    """Has a frame run as it is whose collective torch has run while it was captured, which ranks do at other times."""
+    nodes = (node for part in gm.modules() if isinstance(part, GraphModule) for node in part.graph.nodes)
+    sent = (node for node in nodes if "c10d_functional." in str(node.target) and node.op == "call_function")
+    if (node := next((node for node in sent if is_constant(node.meta.get("example_value"))), None)) is None:
+        return
+    said = f"forward has {node.target} of a tensor that it makes of a number, which torch runs when it captures it, too"
+    if fullgraph:
+        raise UnsupportedModel(
+            f"{runtime.context.name}: {said}; got fullgraph=True, want torch.full((), number) or fullgraph=False"
+        )
+    runtime.context.report.say_once(
+        f"{said}: the code around it runs as it is; modules that it calls are compiled; want torch.full((), number)"
+    )
     leave_frame(said)
 
 

@@ -80,7 +80,7 @@ class Engine:
         self.shards = self.table_class(model, self.units, context.report)
         self._programs = UnitPrograms(context)
         self.holdings = Holdings(self.shards, self._programs, context.report)
-        self.backward = RunningBackward(self.holdings.reductions, self.holdings.calls)
+        self.backward = RunningBackward(self.holdings.reductions, self.holdings.calls, context.report)
         by_unit, has_contracts = options.regions == "unit", options.backend != "eager" and planning is not None
         self._follower = Follower(context, self.holdings, has_contracts and not by_unit, has_contracts)
         self._prefetch = Prefetch(context, self.holdings, by_unit)

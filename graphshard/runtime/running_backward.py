@@ -8,6 +8,7 @@ from collections.abc import Callable
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward
 from graphshard.compat.dynamo import uncaptured
 from graphshard.fsdp2 import Unit
+from graphshard.reporting.report import Report
 from graphshard.state.calls import LiveCalls
 from graphshard.state.unit_reductions import UnitReductions
 
@@ -18,6 +19,7 @@ class RunningBackward:
     Args:
         reductions: of the model's units.
         calls: of its regions.
+        report: of the model.
 
     Attributes:
         deferred: halves of backwards, for a pipeline's schedule; None: backward does all of its work at once.
@@ -26,8 +28,9 @@ class RunningBackward:
         end: is called when it has ended.
     """
 
-    def __init__(self, reductions: UnitReductions, calls: LiveCalls) -> None:
+    def __init__(self, reductions: UnitReductions, calls: LiveCalls, report: Report) -> None:
         self._reductions = reductions
+        self._report = report
         self._calls = calls
         self._id = -1
         self._ending: frozenset[Unit] = frozenset()
@@ -46,6 +49,7 @@ class RunningBackward:
         """
         if (number := backward_id()) != self._id:
             self._id, self._ending = number, only
+            self._reductions.begin_backward()
             self.begin()
             call_at_end_of_backward(self._end)
         self._ending = self._ending | only if only and self._ending else frozenset()
@@ -72,9 +76,18 @@ class RunningBackward:
             run()
 
     def begin_forward(self) -> None:
-        """A forward begins: what was to be a backward for inputs has not come to the model."""
+        """A forward begins: what was to be a backward for inputs has not come to the model, and a backward that has not
+        ended has failed.
+        """
         if self._once:
             self._once, self.deferred = False, None
+        if self._id != -1 and backward_id() == -1:
+            self._id = -1
+            if self._reductions.forget_backward():
+                self._report.note_once(
+                    "a backward has failed: gradients that it left unreduced, of units that it was to synchronize, are "
+                    "forgotten"
+                )
 
     def reset(self) -> None:
         """Forgets what a failed step left behind."""

@@ -318,6 +318,15 @@ class Shard:
         self.held = grad if self.held is None else self.held + grad
         return True
 
+    def drop_unreduced(self, held: bool) -> bool:
+        """Forgets what a failed backward has left. `held`: what is held, too. Returns whether there was anything."""
+        found = self.pending is not None or (held and self.held is not None)
+        self.end_backward()
+        self.pending = None
+        if held:
+            self.held = None
+        return found
+
     def drop_grads(self) -> None:
         """Forgets all that is not reduced yet."""
         self.end_backward()

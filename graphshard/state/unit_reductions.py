@@ -28,6 +28,27 @@ class UnitReductions:
         self._gathers = gathers
         self._under_way: deque[UnitReduction] = deque()
         self._put_off: list[Unit] = []
+        self._synchronized: list[Unit] = []
+
+    def begin_backward(self) -> None:
+        """A backward has come to the model: looks which units it synchronizes."""
+        self._synchronized = [unit for unit, _ in self._shards.by_unit() if unit.reduce_grads]
+
+    def forget_backward(self) -> bool:
+        """The backward that began has failed: forgets what it has left of units that it was to synchronize, which no
+        later one may reduce. What others hold is that of earlier backwards, too.
+
+        Returns:
+            Whether there was anything.
+        """
+        found = bool(self._under_way)
+        self._put_off.clear()
+        while self._under_way:
+            self._under_way.popleft().drop()
+        for unit, shards in self._shards.by_unit():
+            for shard in shards:
+                found |= shard.drop_unreduced(held=unit in self._synchronized)
+        return found
 
     def launch(self, units: Sequence[Unit]) -> None:
         """Launches, together, the reduction of what the shards of units hold; as many are under way as FSDP2 would

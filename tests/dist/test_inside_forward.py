@@ -8,6 +8,7 @@ from typing import Any
 
 import models
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from test_training import BITWISE
 from torch import Tensor, nn
@@ -100,3 +101,26 @@ def test_what_is_logged_once_breaks_no_graph_on_ranks_that_log_at_other_levels(r
         model.zero_grad()
     if not run.is_reference:
         assert graphshard.report(model).regions == 1
+
+
+class CountsRanks(nn.Module):
+    """Tells the other ranks that it goes on, as `generate` of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = models.mlps(), nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        going_on = torch.tensor(1.0)
+        dist.all_reduce(going_on)
+        return self.head(self.layers(x)) / going_on
+
+
+@training_test(tolerance=BITWISE, allow_eager=("of a tensor that it makes of a number",))
+def test_collective_of_a_number_on_ranks_that_capture_at_different_times(run: TrainingRun) -> None:
+    model = run.shard(CountsRanks())
+    for step, lengths in enumerate([(4, 4), (4, 4), (4, 5), (4, 6), (5, 3)]):
+        loss = model(torch.ones(lengths[run.rank], models.DIM)).square().mean() + step
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()

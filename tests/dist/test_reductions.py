@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
+import graphshard
 from graphshard.testing import Bitwise, TrainingRun, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
@@ -250,3 +251,43 @@ def test_roots_that_share_their_streams(run: TrainingRun) -> None:
 
     model = run.shard(nn.Sequential(*(models.Mlp() for _ in range(3))), annotate=annotate)
     train(run, model, [None, None])
+
+
+class FragileBackward(nn.Module):
+    """Its backward raises in the middle, behind a graph break in a block, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.Broken(layers=3)
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner.layers[0](self.inner.embed(x))
+        if self.fail:
+            x.register_hook(_raise)
+        return self.inner.head(self.inner.layers[2](self.inner.layers[1](x)))
+
+
+def _raise(grad: Tensor) -> None:
+    raise ArithmeticError("asked for")
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_a_backward_that_fails_leaves_no_gradient_to_a_later_one(run: TrainingRun, accumulates: bool) -> None:
+    model: Any = run.shard(FragileBackward(), units=[models.BrokenBlock])
+    for step in range(3):
+        if step == 1 and not run.is_reference:  # eager FSDP2 needs reset_iter_state() after it
+            model.fail = True
+            with pytest.raises(ArithmeticError):
+                model(*models.features(9, run.rank)).square().mean().backward()
+            model.fail = False
+            model.zero_grad()
+        for last in (False, True) if accumulates else (True,):
+            model.set_requires_gradient_sync(last)
+            loss = model(*models.features(step, run.rank)).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+    if not run.is_reference:
+        assert [note for note in graphshard.report(model).notes if "a backward has failed" in note]
