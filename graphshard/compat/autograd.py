@@ -24,6 +24,11 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def recomputes() -> bool:
+    """Whether a checkpoint is recomputed: in backward nothing else records gradients, but for those of gradients."""
+    return torch.is_grad_enabled() and backward_id() != -1
+
+
 def will_run(node: Any) -> bool:
     """Whether the running backward pass will run, or has run, a node of autograd's graph."""
     return torch._C._will_engine_execute_node(node)

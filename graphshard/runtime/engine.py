@@ -20,7 +20,7 @@ from graphshard.capture import marked_classes
 from graphshard.capture.marking import mark_classes
 from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
 from graphshard.capture.twins import Twins, candidates
-from graphshard.compat.autograd import backward_id
+from graphshard.compat.autograd import recomputes
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import is_selective, moved_tensors, seen_by
@@ -34,6 +34,7 @@ from graphshard.runtime.backend import make_backend
 from graphshard.runtime.contract_rest import rest_of_contracts
 from graphshard.runtime.eager_mode import EagerMode
 from graphshard.runtime.entry_points import EntryPoints, Options
+from graphshard.runtime.generating import GENERATE, generate
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.outside_reads import OutsideReads
 from graphshard.runtime.prefetch import Prefetch
@@ -105,7 +106,7 @@ class Engine:
         self._knows_units = True
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
         backend = make_backend(self._runtime, options.backend, options.fullgraph)
-        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings)
+        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings, context.report)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)
@@ -136,7 +137,7 @@ class Engine:
     @property
     def reads_gathered(self) -> bool:
         """Whether what reads a parameter now, outside any graph, is a forward, or one that a checkpoint recomputes."""
-        return self.running or (self.compiled and _recomputes())
+        return self.running or (self.compiled and recomputes())
 
     @property
     def compiled(self) -> bool:
@@ -177,6 +178,8 @@ class Engine:
         self, module: nn.Module, method: marked_classes.Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a registered forward method of a marked module likewise."""
+        if method.name == GENERATE and self.compiled and not self.running:
+            return generate(self, self.holdings, module, method, args, kwargs)
         return self._call(module, method, args, kwargs)
 
     @uncaptured
@@ -311,7 +314,7 @@ class Engine:
         """Whether code around graphs has a parameter gathered now: the forward of its unit runs, or is recomputed."""
         if module.__dict__[FORWARD].runs:
             return True
-        if not _recomputes():
+        if not recomputes():
             return False
         shard = self.shards.at(module.__dict__[marked_classes.shard_key(name)][0])
         gathers = self.holdings.gathers
@@ -392,8 +395,3 @@ class Engine:
     def eager(self) -> AbstractContextManager[None]:
         """Inside, FSDP2's own hooks run the model (see `EagerMode.entered`)."""
         return self._eager.entered()
-
-
-def _recomputes() -> bool:
-    """Whether a checkpoint is recomputed: in backward nothing else records gradients, but for those of gradients."""
-    return torch.is_grad_enabled() and backward_id() != -1

@@ -23,6 +23,7 @@ from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
+from graphshard.reporting.report import Report
 from graphshard.state.holdings import Holdings
 
 
@@ -47,6 +48,7 @@ class EntryPoints:
         backend: for Dynamo.
         twins: blocks of the model that may be alike.
         holdings: of the model.
+        report: likewise.
     """
 
     def __init__(
@@ -56,7 +58,10 @@ class EntryPoints:
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
         twins: Twins,
         holdings: Holdings,
+        report: Report,
     ) -> None:
+        self._report = report
+        self._static: set[object] = set()
         self._twins = twins
         self._holdings, self._forward = holdings, holdings.forward
         self._options = options
@@ -117,20 +122,42 @@ class EntryPoints:
                 except TwinsMoved:
                     if self._forward.regions_run != runs:
                         raise
+                except BackendCompilerFailed as error:
+                    fails = isinstance(error.inner_exception, RecursionError) and self._options.dynamic is None
+                    if not fails or self._forward.regions_run != runs or not self._make_static(module, kind, method):
+                        raise
                 return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):
                 raise error.inner_exception from None
             raise
 
+    def _make_static(self, module: nn.Module, kind: object, method: marked_classes.Method | None) -> bool:
+        """From now on captures each size by itself; returns False if that was so already."""
+        if (kind, method) in self._static:
+            return False
+        self._static.add((kind, method))
+        self._functions[kind, method] = self._compiled(module, method, dynamic=False)
+        self._report.note_once(
+            f"{type(module).__name__.removeprefix('FSDP')}: torch {torch.__version__} fails to trace it with symbolic "
+            "sizes (RecursionError), as with DTensors of tensor parallelism: each size is captured by itself, as with "
+            "dynamic=False"
+        )
+        return True
+
     def _function(self, module: nn.Module, kind: object, method: marked_classes.Method | None) -> Callable[..., Any]:
         if (function := self._functions.get((kind, method))) is not None:
             return function
+        function = self._functions[kind, method] = self._compiled(module, method, self._options.dynamic)
+        return partial(with_room, function)
+
+    def _compiled(
+        self, module: nn.Module, method: marked_classes.Method | None, dynamic: bool | None
+    ) -> Callable[..., Any]:
         body = marked_classes.own_call if method is None else method.body
-        function = self._functions[kind, method] = torch.compile(
+        return torch.compile(
             marked_classes.entry_point(type(module), body),
             backend=self._backend,
             fullgraph=self._options.fullgraph,
-            dynamic=self._options.dynamic,
+            dynamic=dynamic,
         )
-        return partial(with_room, function)

@@ -20,6 +20,7 @@ class RunningForward:
     Attributes:
         runs: whether it does now.
         entry: what the user called.
+        called: the modules whose calls the user has begun, by id, since someone emptied it.
         touched: units that it used.
         regions_run: how many regions it has run.
         nested: whether it called a module outside any graph.
@@ -33,6 +34,7 @@ class RunningForward:
         self.runs = False
         self._entry_of: dict[int, Entry] = {}
         self.entry = Entry()
+        self.called: set[int] = set()
         self.touched: set[Unit] = set()
         self.regions_run = 0
         self.nested = self.in_backward = self.is_inference = False
@@ -43,6 +45,7 @@ class RunningForward:
     def begin(self, module: nn.Module) -> None:
         """A call of `module` begins."""
         self.runs = True
+        self.called.add(id(module))
         self.touched.clear()
         self._to_run.clear()
         self.regions_run, self.nested = 0, False

@@ -385,3 +385,14 @@ def test_one_unit_shards_its_parameters_on_two_meshes(run: TrainingRun) -> None:
         run.observe(loss, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@training_test(world_size=4, mesh_shape=(2, 2), mesh_axes=AXES, tolerance=BITWISE)
+def test_sequences_of_several_lengths_other_ones_on_other_ranks(run: TrainingRun) -> None:
+    model = run.shard(seeded(lambda: Stack(8, layers=2)), annotate=parallelized(local=True))
+    data_rank = run.mesh["dp"].get_local_rank()
+    for lengths in ((5, 5), (6, 5), (7, 6)):
+        loss = loss_of(model(torch.randn(2, lengths[data_rank], 8, generator=models.generator(0, data_rank))))
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()

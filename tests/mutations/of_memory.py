@@ -60,8 +60,9 @@ OF_MEMORY = (
     Mutation(
         "each call leaves a variable in the thread's context",
         "graphshard/compat/dynamo.py",
-        "    dynamo_config.skip_nnmodule_hook_guards = False\n    try:\n        yield\n",
-        "    try:\n        with dynamo_config.patch(skip_nnmodule_hook_guards=False):\n            yield\n",
+        "    try:\n        yield\n    finally:\n        dynamo_config.skip",
+        "    try:\n        with dynamo_config.patch(skip_nnmodule_hook_guards=False):\n            yield\n"
+        "    finally:\n        dynamo_config.skip",
         ("tests/dist/test_calls.py", "-k", "leave_no_more"),
     ),
     Mutation(
