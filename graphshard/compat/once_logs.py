@@ -42,9 +42,8 @@ class OnceLogs(set[Callable[..., Any]]):
         args, kwargs = _constants(local.get("args")), _constants(local.get("kwargs"))
         if args is None or kwargs is None:
             _say_once(f"{asked.__self__.name}: {getattr(asked, '__name__', 'a cached method')}")
-        else:
-            asked(*args.values(), **{str(name): value for name, value in kwargs.items()})
-        return True
+            return True
+        return asked(*args.values(), **{str(name): value for name, value in kwargs.items()}) is None
 
 
 def _constants(given: object) -> dict[object, Any] | None:

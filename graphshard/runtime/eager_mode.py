@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -125,3 +126,12 @@ def _refuse_held(names: Sequence[str]) -> None:
             "use dp_mesh_dims, to which the other engine cannot add. Run one backward with "
             "set_requires_gradient_sync(True) before switching"
         )
+
+
+def called_eagerly(
+    module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a module, or a registered method of it, by FSDP2's hooks: its wrapper of the method is back."""
+    if method is not None:
+        return getattr(module, method.name)(*args, **kwargs)
+    return marked_classes.own_call(module, *args, **kwargs)

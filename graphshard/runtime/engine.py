@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,7 +33,7 @@ from graphshard.planning.planning import Planning
 from graphshard.reporting.report import Report
 from graphshard.runtime.backend import make_backend
 from graphshard.runtime.contract_rest import rest_of_contracts
-from graphshard.runtime.eager_mode import EagerMode
+from graphshard.runtime.eager_mode import EagerMode, called_eagerly
 from graphshard.runtime.entry_points import EntryPoints, Options
 from graphshard.runtime.generating import GENERATE, generate
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -178,8 +179,6 @@ class Engine:
         self, module: nn.Module, method: marked_classes.Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a registered forward method of a marked module likewise."""
-        if method.name == GENERATE and self.compiled and not self.running:
-            return generate(self, self.holdings, module, method, args, kwargs)
         return self._call(module, method, args, kwargs)
 
     @uncaptured
@@ -187,7 +186,7 @@ class Engine:
         self, module: nn.Module, method: marked_classes.Method | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self.compiled:
-            return marked_classes.own_call(module, *args, **kwargs)
+            return called_eagerly(module, method, args, kwargs)
         if is_selective():
             with recomputing_all(self.context.report):
                 return self._call(module, method, args, kwargs)
@@ -202,15 +201,16 @@ class Engine:
             self.shards.check_registered()  # by functional_call, whose values FSDP2's hooks would overwrite
             self.context.report.say_once(f"a call under {seer} ran in eager FSDP2")
             with self.eager():
-                if method is not None:  # FSDP2's wrapper of it is back
-                    return getattr(module, method.name)(*args, **kwargs)
-                return marked_classes.own_call(module, *args, **kwargs)
+                return called_eagerly(module, method, args, kwargs)
         self._await_optimizer()
         self._prepare()
-        if self.context.executed is not None:
-            self.context.executed.begin_call()
         if self.units and (device := self.units[0].device).type != "cpu":  # as FSDP2's root moves them
             args, kwargs = moved_tensors(args, device), moved_tensors(kwargs, device)
+        if method is not None and method.name == GENERATE:
+            call = partial(method.body, module, *args, **kwargs)
+            return generate(self.context.report, self.holdings, module, call, self._forget_forward)
+        if self.context.executed is not None:
+            self.context.executed.begin_call()
         self._begin_forward(module)
         try:
             with marked_classes.tracing(), self._prefetch.orders.forward(), self._unit_as_in_forward(module):
@@ -394,4 +394,5 @@ class Engine:
 
     def eager(self) -> AbstractContextManager[None]:
         """Inside, FSDP2's own hooks run the model (see `EagerMode.entered`)."""
+        self.backward.forget_failed()
         return self._eager.entered()

@@ -124,7 +124,7 @@ class EntryPoints:
                         raise
                 except BackendCompilerFailed as error:
                     fails = isinstance(error.inner_exception, RecursionError) and self._options.dynamic is None
-                    if not fails or self._forward.regions_run != runs or not self._make_static(module, kind, method):
+                    if not fails or not self._make_static(module, kind, method) or self._forward.regions_run != runs:
                         raise
                 return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 
-from graphshard.capture.marked_classes import Method, ModelRunner
-from graphshard.compat.dynamo import uncaptured
+from graphshard.reporting.report import Report
 from graphshard.state.holdings import Holdings
+
+T = TypeVar("T")
 
 GENERATE = "generate"
 
 
-@uncaptured
 def generate(
-    runner: ModelRunner,
-    holdings: Holdings,
-    module: nn.Module,
-    method: Method,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    report: Report, holdings: Holdings, module: nn.Module, call: Callable[[], T], forget: Callable[[], None]
+) -> T:
     """Runs it as plain Python: its calls of the model, one for each token, are calls like any other, compiled once.
 
     What is around them would be captured anew for many lengths, and by ranks at different times. As in FSDP2 the unit
     of `module` is gathered meanwhile; behind it, it is sharded if `module` itself was called, or by its flag.
+
+    Args:
+        report: of the model.
+        holdings: of the model.
+        module: whose method it is.
+        call: the method, with its arguments.
+        forget: is called if it fails.
     """
-    called = holdings.forward.called
-    called.clear()
-    runner.unshard(module, async_op=False)
+    report.note_once(f"{GENERATE} runs as plain Python; its calls of the model, or of modules inside, are compiled")
+    forward, pinned = holdings.forward, holdings.residency.pinned
+    own = frozenset(holdings.shards.units_of(module)) - pinned
+    outer, forward.called = forward.called, set()
+    holdings.gathers.unshard([*own]).wait()
+    holdings.residency.pinned |= own
     try:
-        return method.body(module, *args, **kwargs)
+        return call()
+    except BaseException:
+        forget()
+        raise
     finally:
-        again = id(module) in called
-        own = holdings.shards.units_of(module)
+        holdings.residency.pinned -= own
+        again = id(module) in forward.called
         holdings.gathers.reshard([unit for unit in own if again or unit.reshard_after_forward])
+        forward.called |= outer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +12,16 @@ from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import Report
 from graphshard.state.calls import LiveCalls
 from graphshard.state.unit_reductions import UnitReductions
+
+
+class _End:
+    """What autograd calls when a backward ends. It lets go of it when the backward fails: so that is known."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
 
 
 class RunningBackward:
@@ -33,6 +44,7 @@ class RunningBackward:
         self._report = report
         self._calls = calls
         self._id = -1
+        self._end_of: weakref.ref[_End] | None = None  # of the latest that has not ended
         self._ending: frozenset[Unit] = frozenset()
         self.deferred: list[Callable[[], None]] | None = None
         self.begin: Callable[[], None] = lambda: None
@@ -48,10 +60,13 @@ class RunningBackward:
             only: units that it ends, of a list of modules that was called in parts; empty: all.
         """
         if (number := backward_id()) != self._id:
+            self.forget_failed()
             self._id, self._ending = number, only
             self._reductions.begin_backward()
             self.begin()
-            call_at_end_of_backward(self._end)
+            end = _End(self._end)
+            self._end_of = weakref.ref(end)
+            call_at_end_of_backward(end)
         self._ending = self._ending | only if only and self._ending else frozenset()
 
     @uncaptured
@@ -61,6 +76,7 @@ class RunningBackward:
         self._reductions.end_backward(self._ending)
         self._calls.end_backward()
         self.end()
+        self._end_of = None
         if self._once and self.deferred is not None:
             self._halves.append(self.deferred)
             self._once, self.deferred = False, None
@@ -76,22 +92,28 @@ class RunningBackward:
             run()
 
     def begin_forward(self) -> None:
-        """A forward begins: what was to be a backward for inputs has not come to the model, and a backward that has not
-        ended has failed.
-        """
+        """A forward begins: what was to be a backward for inputs has not come to the model."""
         if self._once:
             self._once, self.deferred = False, None
-        if self._id != -1 and backward_id() == -1:
-            self._id = -1
-            if self._reductions.forget_backward():
-                self._report.note_once(
-                    "a backward has failed: gradients that it left unreduced, of units that it was to synchronize, are "
-                    "forgotten"
-                )
+        self.forget_failed()
+
+    def forget_failed(self) -> None:
+        """Forgets what a backward that has failed left unreduced."""
+        if self._end_of is None or self._end_of() is not None:
+            return
+        self._id, self._end_of = -1, None
+        if self._reductions.forget_backward():
+            self._report.note_once(
+                "a backward has failed: gradients that it left unreduced, of units that it was to synchronize, are "
+                "forgotten"
+            )
+        self._calls.end_backward()
+        self.end()
 
     def reset(self) -> None:
         """Forgets what a failed step left behind."""
         self._halves.clear()
+        self._end_of = None
         self.begin_forward()
 
     def defer_weights(self) -> Callable[[], Callable[[], None]]:

@@ -63,13 +63,14 @@ class Holdings:
     def end_forward(self) -> None:
         """The outermost call ends."""
         for unit in self.forward.touched:
-            behind = self.residency.at_end_of_forward(unit)
+            behind, is_pinned = self.residency.at_end_of_forward(unit), unit in self.residency.pinned
             if behind == KEEP:
                 self.gathers.stay_whole([unit])
             if unit in self.shards.active:
                 for shard in self.shards.of(unit):
                     # Autograd cannot use what inference mode has made.
-                    if shard.full is not None and (behind == RESHARD or shard.full.is_inference()):
+                    unusable = shard.full is not None and shard.full.is_inference() and not is_pinned
+                    if shard.full is not None and (behind == RESHARD or unusable):
                         shard.reshard()
         self.forward.touched.clear()
 

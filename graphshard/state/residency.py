@@ -12,10 +12,14 @@ class Residency:
 
     Args:
         forward: that runs.
+
+    Attributes:
+        pinned: units that stay gathered until whoever pinned them lets them go.
     """
 
     def __init__(self, forward: RunningForward) -> None:
         self._forward = forward
+        self.pinned: frozenset[Unit] = frozenset()
         self._decided: dict[Unit, tuple[bool, bool]] = {}  # whether it stays, and what its flag was then
 
     def decide(self, kept: dict[Unit, bool]) -> None:
@@ -39,4 +43,4 @@ class Residency:
     def _must_stay(self, unit: Unit) -> bool:
         """Whether a unit stays gathered behind the running forward, whatever is asked or decided."""
         forward = self._forward
-        return unit in forward.entry.partial or forward.in_backward or unit.reduce_unused
+        return unit in forward.entry.partial or forward.in_backward or unit.reduce_unused or unit in self.pinned

@@ -107,12 +107,12 @@ class UnitReductions:
             if not (unit in active or self._gathers.is_under_way(unit) or unit.reduce_unused):
                 continue
             _hold_pending(shards)
+            if unit.reshard_after_backward:  # first: a hook of a gradient may raise
+                self._gathers.reshard([unit])
             if unit.reduce_grads and (left := self._unreduced(unit)):
                 self._programs.reduce(left)
-            if unit.reshard_after_backward:
-                self._gathers.reshard([unit])
-                if not any(shard.bits for shard in shards):
-                    active.discard(unit)
+            if unit.reshard_after_backward and not any(shard.bits for shard in shards):
+                active.discard(unit)
             for shard in shards:
                 shard.end_backward()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import models
@@ -71,17 +73,21 @@ class ByLayers(models.Decoder):
         return F.linear(self.norm(h), self.head.weight).argmax(-1)
 
 
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @training_test(tolerance=BITWISE)
-def test_generate_that_calls_layers_alone_in_low_precision(run: TrainingRun) -> None:
+def test_generate_that_calls_layers_alone_in_low_precision(
+    run: TrainingRun, mode: Callable[[], Any], reshard: bool | None
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model: Any = run.shard(ByLayers(layers=2), mp_policy=policy)
+    model: Any = run.shard(ByLayers(layers=2), mp_policy=policy, reshard_after_forward=reshard)
     register_fsdp_forward_method(model, "generate")
     for step in range(2):
         loss = model(*models.tokens(step, run.rank)).float().square().mean()
         loss.backward()
-        with torch.no_grad():
+        with mode():
             drawn = model.generate(models.tokens(10 + step, run.rank)[0][:, : 2 + run.rank])
-        run.observe(loss, model, outputs=[drawn.float()])
+        run.observe(loss, model, outputs=[drawn.clone().float()])
         model.zero_grad()
 
 
@@ -94,3 +100,14 @@ def test_generate_that_fails_leaves_the_model_sharded(run: TrainingRun) -> None:
         with pytest.raises(IndexError):
             model.generate(torch.full((1, 2), 10**6), 1)
     run.observe(loss, model)
+
+
+@training_test(tolerance=BITWISE)
+def test_generate_that_was_taken_before_eager_calls_generate_there(run: TrainingRun) -> None:
+    model: Any = run.shard(Generating(layers=2), annotate=with_generate)
+    loss = model(*models.tokens(0, run.rank)).square().mean()
+    loss.backward()
+    taken = model.generate
+    with torch.no_grad(), nullcontext() if run.is_reference else graphshard.eager(model):
+        drawn = taken(models.tokens(1, run.rank)[0], 1)
+    run.observe(loss, model, outputs=[drawn.float()])

@@ -291,3 +291,61 @@ def test_a_backward_that_fails_leaves_no_gradient_to_a_later_one(run: TrainingRu
         model.zero_grad()
     if not run.is_reference:
         assert [note for note in graphshard.report(model).notes if "a backward has failed" in note]
+
+
+@pytest.mark.parametrize("later", ["another backward", "eager"])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_a_backward_that_fails_leaves_no_gradient_without_a_forward_behind_it(run: TrainingRun, later: str) -> None:
+    model: Any = run.shard(FragileBackward(), units=[models.BrokenBlock])
+    for step in range(3):
+        fails = step == 1 and not run.is_reference
+        if fails:
+            model.fail = True
+            failing = model(*models.features(9, run.rank)).square().mean()
+            model.fail = False
+        loss = model(*models.features(step, run.rank)).square().mean() if later != "eager" else None
+        if fails:
+            with pytest.raises(ArithmeticError):
+                failing.backward()
+            model.zero_grad()
+        if loss is None:
+            with nullcontext() if run.is_reference or not step else graphshard.eager(model):
+                loss = model(*models.features(step, run.rank)).square().mean()
+                loss.backward()
+        else:
+            loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+
+
+class Uncaptured(nn.Linear):
+    """Code that is not compiled reads its parameters."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradient(run: TrainingRun, name: str) -> None:
+    blocks = (Uncaptured(models.DIM, models.DIM) for _ in range(3))
+    model: Any = run.shard(nn.Sequential(*blocks, nn.Linear(models.DIM, models.DIM)), units=[Uncaptured])
+    raises: list[bool] = []
+
+    def hook(parameter: Tensor) -> None:
+        if raises:
+            raises.clear()
+            raise FloatingPointError("not finite")
+
+    dict(model.named_parameters())[name].register_post_accumulate_grad_hook(hook)
+    for step in range(3):
+        if step == 1 and not run.is_reference:
+            raises.append(True)
+            with pytest.raises(FloatingPointError):
+                model(*models.features(9, run.rank)).square().mean().backward()
+            model.zero_grad()
+        loss = model(*models.features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
