@@ -107,8 +107,9 @@ class RunningBackward:
                 "a backward has failed: gradients that it left unreduced, of units that it was to synchronize, are "
                 "forgotten"
             )
-        self._calls.end_backward()
-        self.end()
+        if backward_id() == -1:  # else the one that runs ends what both have left
+            self._calls.end_backward()
+            self.end()
 
     def reset(self) -> None:
         """Forgets what a failed step left behind."""
