@@ -20,6 +20,7 @@ class _End:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
 
+    @uncaptured
     def __call__(self) -> None:
         self._run()
 
@@ -69,7 +70,6 @@ class RunningBackward:
             call_at_end_of_backward(end)
         self._ending = self._ending | only if only and self._ending else frozenset()
 
-    @uncaptured
     def _end(self) -> None:
         self._id = -1
         self.finish()
