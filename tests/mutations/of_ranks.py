@@ -33,4 +33,32 @@ OF_RANKS = (
         "def _begin_tracing(",
         ("tests/dist/test_inside_forward.py", "-k", "gradient_of_an_input"),
     ),
+    Mutation(
+        "a backward that fails is not noticed",
+        "graphshard/runtime/running_backward.py",
+        "        if self._end_of is None or self._end_of() is not None:\n",
+        "        if True:\n",
+        ("tests/dist/test_reductions.py", "-k", "leaves_no"),
+    ),
+    Mutation(
+        "what generate needs is sharded by the modules that it calls",
+        "graphshard/runtime/generating.py",
+        "    holdings.residency.pinned |= own\n",
+        "",
+        ("tests/dist/test_generate.py", "-k", "layers_alone"),
+    ),
+    Mutation(
+        "a collective of a number is captured",
+        "graphshard/runtime/backend.py",
+        "        _check_collectives(runtime, gm, fullgraph)\n",
+        "",
+        ("tests/dist/test_inside_forward.py", "-k", "collective_of_a_number"),
+    ),
+    Mutation(
+        "sizes that torch cannot trace as symbols end the job",
+        "graphshard/runtime/entry_points.py",
+        "fails = isinstance(error.inner_exception, RecursionError) and self._options.dynamic is None",
+        "fails = False",
+        ("tests/dist/test_tensor_parallel.py", "-k", "several_lengths"),
+    ),
 )
