@@ -33,8 +33,8 @@ def generate(
     report.note_once(f"{GENERATE} runs as plain Python; its calls of the model, or of modules inside, are compiled")
     forward, pinned = holdings.forward, holdings.residency.pinned
     own = frozenset(holdings.shards.units_of(module)) - pinned
-    outer, forward.called = forward.called, set()
     holdings.gathers.unshard([*own]).wait()
+    outer, forward.called = forward.called, set()
     holdings.residency.pinned |= own
     try:
         return call()

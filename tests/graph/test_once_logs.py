@@ -51,8 +51,9 @@ def test_message_that_is_logged_once_breaks_no_graph(logger: Logger) -> None:
     what = "one"
 
     def forward(x: Tensor) -> Tensor:
+        y = x + 1
         logger.warning_once("of %s", what, extra=None)
-        return x + 1
+        return y.sin()
 
     assert graphs_of(forward, logger, calls=1) == (1, ["of one"])
     assert graphs_of(forward, logger, calls=1) == (1, [])
