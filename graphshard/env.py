@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 
 _DIGITS = 10
+_PREFIX = "GRAPHSHARD_"
+_NAMES = ("VERIFY", "VERIFY_MIB", "DUMP", "FAULTS", "TWINS", "DISABLE")
+
+
+def unknown() -> dict[str, str]:
+    """Variables that are named like graphshard's, and are none of them -> what there is instead."""
+    names = [name.removeprefix(_PREFIX) for name in sorted(os.environ) if name.startswith(_PREFIX)]
+    likely = {name: get_close_matches(name, _NAMES, 1) or _NAMES for name in names if name not in _NAMES}
+    return {_PREFIX + name: ", ".join(_PREFIX + known for known in found) for name, found in likely.items()}
 
 
 def verify_level() -> int:

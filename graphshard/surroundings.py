@@ -1,5 +1,5 @@
 """What stands around a model that is to be compiled, and would make something else of it: wrappers of other engines,
-accelerate's settings, optimizers that hold what sharding puts others in the places of.
+accelerate's settings, optimizers that hold what sharding puts others in the places of, misspelt variables.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from graphshard import env
 from graphshard.compat.dynamo import is_compiled_module
 from graphshard.compat.interpreter import living
 from graphshard.compat.modules import is_compiled_in_place, own_parameters
@@ -99,6 +100,8 @@ def note_surroundings(model: nn.Module, annotated: bool, report: Report) -> None
         annotated: whether it was so when the user brought it.
         report: of the model.
     """
+    for name, known in env.unknown().items():
+        report.note_once(f"{name} is ignored: graphshard has no variable of this name, but {known}")
     if own := [name for name, module in model.named_modules() if is_compiled_in_place(module)]:
         report.note_once(
             f"torch.compile of {len(own)} modules ('{own[0]}', ...), by their own compile(), is traced through: leave "

@@ -163,22 +163,10 @@ def size_hint(size: int | torch.SymInt, fallback: int) -> int:
     return int(size.node.hint) if size.node.has_hint() else fallback
 
 
-def fake_copy(value: Any, memory: dict[K, Tensor], key: K) -> Tensor:
-    """A fake tensor like another one, in memory of its own; under `no_fake_mode` in a tenth of the time of an operator.
-
-    Args:
-        value: a fake tensor whose sizes are numbers.
-        memory: of earlier copies, by key; one is added.
-        key: the same for tensors that share memory.
-    """
-    if (base := memory.get(key)) is None:
-        nbytes = value.untyped_storage().nbytes()
-        base = memory[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-    return fake_view(value, base, value.storage_offset())
-
-
 def fake_view(value: Any, memory: Tensor, offset: int) -> Tensor:
-    """A fake tensor like another one, in memory that there is, from its element `offset` on; under `no_fake_mode`."""
+    """A fake tensor like another one, in memory that there is, from its element `offset` on; under `no_fake_mode`, in a
+    tenth of the time of an operator.
+    """
     like = torch.empty(0, dtype=value.dtype, device="meta")
     like.set_(memory.untyped_storage(), offset, value.shape, value.stride())
     view: Tensor = type(value)(value.fake_mode, like, value.device)
@@ -186,7 +174,7 @@ def fake_view(value: Any, memory: Tensor, offset: int) -> Tensor:
 
 
 def fake_contiguous(value: Any, shape: Sequence[int], is_view: bool) -> Tensor | None:
-    """A contiguous fake tensor of the dtype of another one, in no more time than `fake_copy`.
+    """A contiguous fake tensor of the dtype of another one, in no more time than `fake_view`.
 
     Args:
         value: a fake tensor.

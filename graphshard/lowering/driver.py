@@ -19,6 +19,7 @@ from graphshard import env
 from graphshard.compat.inductor import copy_graph, module_of
 from graphshard.compat.interpreter import without_collection
 from graphshard.errors import VerifyError
+from graphshard.files import make_private
 from graphshard.graph import verify
 from graphshard.graph.ir import PassContext, output_args, reductions, shard_placeholder
 from graphshard.graph.unit_ranges import mark_units
@@ -48,6 +49,11 @@ def check_environment() -> None:
     directory = env.dump_dir()
     if directory is not None and directory.exists() and not directory.is_dir():
         raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, which is a file, want a directory")
+    try:
+        if directory is not None:
+            make_private(directory)
+    except OSError as error:
+        raise ValueError(f"GRAPHSHARD_DUMP: got {directory}, want a directory that can be made: {error}") from error
 
 
 def shared_environment() -> str:
