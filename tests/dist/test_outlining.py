@@ -93,6 +93,26 @@ def test_equal_blocks_run_without_gradients(run: TrainingRun) -> None:
             run.note("output", model(*models.features(0, run.rank)))
 
 
+class Gathered(Stack):
+    """What it makes of its blocks' results, it writes into one of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [x := layer(x) for layer in self.layers]
+        written = hidden[1].clone()
+        written[:, :2] += hidden[2][:, :2]
+        out: Tensor = self.last(written + hidden[3] * hidden[4].sin())
+        return out
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_results_of_equal_blocks_meet_in_one_body(run: TrainingRun) -> None:
+    torch.manual_seed(0)
+    model: Any = run.shard(Gathered(5), units=[Block])
+    loss = model(*models.features(0, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+
+
 class Recycled(Stack):
     """Its input is what it made of it before, without gradients."""
 
