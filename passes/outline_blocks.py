@@ -13,15 +13,17 @@ Source: outlining, the inverse of inlining.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from graphshard.graph.ir import PassContext, is_constant, is_marker, shard_placeholder, unshards
+from graphshard.graph.ir import PassContext, is_call, is_constant, is_marker, shard_placeholder, unshards
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.stretches import looks_up_seed
 
@@ -62,7 +64,7 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     begins = _first_of_units(graph, ctx)
     found = []
     for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
-        seams = _seams(nodes, repeat, begins)
+        seams = _seams(nodes, repeat, begins, ctx.direction == "backward")
         end = repeat.end
         while end < len(kinds) and kinds[end] == kinds[end - repeat.period]:
             end += 1  # a block that ends otherwise is equal so far; where the next repeat begins, that one counts
@@ -90,36 +92,46 @@ def _shape(node: Node) -> Any:
     return f"{value.dtype}{tuple(value.shape)}{value.stride()}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _first_of_units(graph: Graph, ctx: PassContext) -> set[Node]:
-    """What first reads parameters of another unit than what was read before: where gathers are awaited."""
+def _first_of_units(graph: Graph, ctx: PassContext) -> dict[Node, Node]:
+    """What first reads parameters of another unit than what was read before, where gathers are awaited, and the last
+    node that read those.
+    """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    first = {min(marker.users, key=place.__getitem__): marker for marker in unshards(graph) if marker.users}
-    found: set[Node] = set()
-    unit: str | None = None
-    for node in sorted(first, key=place.__getitem__):
-        other = ctx.params[shard_placeholder(first[node]).name].unit
-        if other != unit:
-            found.add(node)
-        unit = other
-    return found
+    reads = [(reader, ctx.params[shard_placeholder(of).name].unit) for of in unshards(graph) for reader in of.users]
+    reads.sort(key=lambda read: place[read[0]])
+    return {node: before for (before, unit), (node, other) in pairwise(reads) if unit != other}
 
 
-def _seams(nodes: Sequence[Node], repeat: Repeat, begins: set[Node]) -> list[int]:
-    """Places in a block: where a unit begins, if there is one, and evenly in time where little is read across."""
+def _seams(nodes: Sequence[Node], repeat: Repeat, begins: Mapping[Node, Node], is_backward: bool) -> list[int]:
+    """Places in a block: where one ends, which is in front of where a unit begins, if there is one; and evenly in time;
+    each where little is read across.
+    """
     block = range(repeat.first + repeat.period, repeat.first + 2 * repeat.period)  # one with equal neighbours
     elapsed = [0.0]
     for place in block:
         elapsed.append(elapsed[-1] + _time(nodes[place]))
     crossing = _crossing(nodes, block)
-    units = [place for place in range(repeat.period) if nodes[block.start + place] in begins]
-    chosen = [min(units or range(repeat.period), key=lambda place: (crossing[place], place))]
-    total, grain = elapsed[-1], elapsed[-1] / _STRETCHES
+    # What takes results apart stays with them.
+    places = [place for place in range(repeat.period) if not is_call(nodes[block.start + place], operator.getitem)]
+    units = [place for place in places if nodes[block.start + place] in begins]
+    first = min(units or places, key=lambda place: (crossing[place], place))
+    if units:
+        between = _since(nodes, block.start + first, begins[nodes[block.start + first]], repeat.period)
+        # Of places that are as good: forward, a block begins with what it reads, backward with gradients of that.
+        back = {(first - back) % repeat.period: -back if is_backward else back for back in range(between)}
+        first = min(back.keys() & {first, *places}, key=lambda place: (crossing[place], back[place]))
+    chosen, total, grain = [first], elapsed[-1], elapsed[-1] / _STRETCHES
     for number in range(1, _STRETCHES):
-        wanted = (elapsed[chosen[0]] + number * grain) % total
-        near = [place for place in range(repeat.period) if abs(elapsed[place] - wanted) <= grain / 3]
+        wanted = (elapsed[first] + number * grain) % total
+        near = [place for place in places if abs(elapsed[place] - wanted) <= grain / 3]
         if near:
             chosen.append(min(near, key=lambda place: (crossing[place], abs(elapsed[place] - wanted))))
     return sorted(set(chosen))
+
+
+def _since(nodes: Sequence[Node], place: int, before: Node, most: int) -> int:
+    """How many nodes are behind `before`, up to the one at a place, which counts always."""
+    return next((back for back in range(1, most) if nodes[place - back] is before), most)
 
 
 def _time(node: Node) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,12 +10,12 @@ import pytest
 from torch.fx import Graph, Node
 
 from graphshard.cost import HARDWARE, CostModel, GroupShape
-from graphshard.graph.ir import Flags, is_marker
+from graphshard.graph.ir import Flags, aten, is_marker
 from graphshard.lowering.driver import lower, mark_seams
 from graphshard.passes import outline_blocks
 from graphshard.planner import Problem
 from graphshard.planning.extraction import Scene, extract_problem
-from tests.graph.graphs import Marked, toy_backward, toy_forward, toy_weights
+from tests.graph.graphs import BATCH, WIDTH, GraphBuilder, Marked, Weight, toy_backward, toy_forward, toy_weights
 
 SCENE = Scene(CostModel(HARDWARE["h100"]), lambda group: GroupShape(2, 1))
 BLOCKS = 7
@@ -41,6 +42,41 @@ def test_seams_come_at_the_same_place_of_each_block(which: str) -> None:
     kinds = [[str(node.target) for node in nodes[a:b]] for a, b in pairwise(p for p in inside if nodes[p].meta["seam"])]
     assert len(kinds) >= BLOCKS - 2
     assert len({*map(tuple, kinds)}) <= 2
+
+
+def gradients(blocks: int) -> Marked:
+    """In each block the gradient of a weight comes before what reads the weight, and what is normed comes in parts;
+    something else follows the last block.
+    """
+    build = GraphBuilder("backward")
+    weights = [Weight(f"layers.{i}.weight", (WIDTH, WIDTH)) for i in range(blocks)]
+    grad = build.input("tangents_1", [BATCH, WIDTH])
+    saved = [build.input(f"hidden_{i}", [BATCH, WIDTH]) for i in range(blocks)]
+    reduced = []
+    for weight, hidden in zip(weights, saved, strict=True):
+        turned = build.call(aten.permute.default, grad, [1, 0])
+        reduced.append(build.reduce(build.call(aten.mm.default, turned, hidden), weight))
+        product = build.call(aten.mm.default, grad, build.unshard(weight))
+        normed = build.call(aten.native_layer_norm.default, product, [WIDTH], None, None, 1e-5)
+        grad = build.call(aten.add.Tensor, grad, build.call(operator.getitem, normed, 0))
+    return build.finish(build.call(aten.sin.default, grad), *reduced)
+
+
+def test_blocks_that_begin_with_what_reads_no_parameter_are_equal_to_the_last() -> None:
+    marked = gradients(BLOCKS)
+    outline_blocks.apply(marked.graph, outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True)))
+    nodes = computed(marked)
+    seams = [number for number, node in enumerate(nodes) if node.meta.get("seam")]
+    assert [node.target for node in nodes if node.meta.get("seam")].count(aten.permute.default) == BLOCKS
+    assert nodes[seams[-1]].target is aten.sin.default
+    stretches = {tuple(str(node.target) for node in nodes[a:b]) for a, b in pairwise(seams)}
+    assert len(stretches) <= 2
+
+
+def test_what_takes_results_apart_begins_no_stretch() -> None:
+    marked = gradients(BLOCKS)
+    outline_blocks.apply(marked.graph, outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True)))
+    assert not any(node.meta.get("seam") for node in computed(marked) if node.target is operator.getitem)
 
 
 def test_programs_have_the_seams_of_their_marked_graph(monkeypatch: pytest.MonkeyPatch) -> None:
