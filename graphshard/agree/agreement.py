@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -34,6 +35,8 @@ NEWER_RUN_S = 60.0
 
 _DIGEST_BYTES = 16
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
+
+Waited: TypeAlias = Callable[[str, Sequence[int]], str]
 
 
 @dataclass
@@ -78,8 +81,13 @@ class Posted:
         self.store.set(self._at(f"text/{self.lead}"), "\n".join(self.lines))
         self.store.set(f"{self.key}/lead", f"{self.drawn} {_digest(self.lines)}")
 
-    def compare(self, deadline_s: float = DEADLINE_S) -> None:
+    def compare(self, deadline_s: float = DEADLINE_S, waited: Waited = lambda said, missing: said) -> None:
         """Compares with the other ranks; returns when all of them have come and are alike.
+
+        Args:
+            deadline_s: most seconds to wait for them.
+            waited: of what is said of a wait in vain for some ranks makes what is said of it, and of what they are
+                doing.
 
         Raises:
             RanksDiffer: a rank has other lines, or has not come until the deadline: on every rank of the group, also
@@ -90,7 +98,7 @@ class Posted:
             verdict = self._answered(deadline_s) if self.rank == self.lead else self._heard(deadline_s)
             if verdict == "alike":
                 return
-            self.failure = self._told(verdict, deadline_s if time.monotonic() - begin >= deadline_s else None)
+            self.failure = self._told(verdict, deadline_s if time.monotonic() - begin >= deadline_s else None, waited)
         raise RanksDiffer(self.failure)
 
     def forget(self) -> None:
@@ -197,7 +205,7 @@ class Posted:
     def _missing(self, ranks: Sequence[int], deadline_s: float) -> str:
         return f"missing {self.rank} {deadline_s:g} {','.join(map(str, ranks))}"
 
-    def _told(self, verdict: str, waited_s: float | None) -> str:
+    def _told(self, verdict: str, waited_s: float | None, waited: Waited) -> str:
         """A verdict in words. `waited_s`: how long this rank waited in vain."""
         kind, by, *words = verdict.split()
         if kind == "differs":
@@ -211,10 +219,10 @@ class Posted:
                 f"for it, and given up; {want}"
             )
         waits, seconds = (by, words[0]) if waited_s is None else (self.rank, f"{waited_s:g}")
-        return (
-            f"agreement: rank {waits} waited {seconds} s for {self.what} of {_ranks(missing)}, which never came so "
-            f"far; {want}"
+        said = (
+            f"agreement: rank {waits} waited {seconds} s for {self.what} of {_ranks(missing)}, which never came so far"
         )
+        return f"{said if waited_s is None else waited(said, missing)}; {want}"
 
     def _difference(self, rank: int) -> str:
         """The first difference, to `rank`, which differs from the lead; of a rank that does too, to the lead."""

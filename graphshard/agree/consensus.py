@@ -199,7 +199,7 @@ class Consensus:
         posted = Posted(self._store, self._name(key), what, self.rank, self.ranks, tuple(lines), subject, advice)
         if self.rank == posted.lead:
             posted.show()
-        posted.compare(self.deadline_s)
+        posted.compare(self.deadline_s, self.waited)
 
     def _counted(self, name: str) -> str:
         """The lowest rank that stands, for how many different things ranks stand. The last to come reads that."""
@@ -210,7 +210,7 @@ class Consensus:
 
     def _name(self, key: str) -> str:
         if self._posted is not None:
-            self._posted.compare(self.deadline_s)
+            self._posted.compare(self.deadline_s, self.waited)
             self._prefix, self._posted = f"{self._prefix}/{self._posted.drawn}", None
         return f"{self._prefix}/{_digest(key)}"
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from graphshard.agree.agreement import DEADLINE_S, Posted, group_key, post, without_peers
+from graphshard.agree.consensus import Consensus
 from graphshard.agree.rank_store import Store
 from graphshard.compat.autograd import backward_id
 from graphshard.compat.groups import resolve_process_group
@@ -31,12 +32,6 @@ _ADVICE = (
 )
 _OF_GROUPS = {"subject": "what their process groups have found", "advice": "want the same on every rank"}
 _NAMED_RANKS = 8
-
-
-class HasDeadline(Protocol):
-    """What knows how long to wait for the other ranks."""
-
-    deadline_s: float
 
 
 class _Sent(NamedTuple):
@@ -111,7 +106,7 @@ class Executed:
         groups: Mapping[str, Sequence[int]],
         ranks: Sequence[int],
         store: Store,
-        waits: HasDeadline,
+        waits: Consensus,
     ) -> None:
         self._model = model
         self._every = every
@@ -235,7 +230,7 @@ class Executed:
         return post(self._store, key, what, self._rank, ranks, lines, **words)
 
     def _wait(self, posted: Posted) -> None:
-        posted.compare(max(DEADLINE_S, self._waits.deadline_s))
+        posted.compare(max(DEADLINE_S, self._waits.deadline_s), self._waits.waited)
 
     def _forget(self, posts: list[Posted]) -> None:
         """A store would fill up in a long run: takes out what no rank looks at any more."""
@@ -266,7 +261,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{', ...' if len(ranks) > _NAMED_RANKS else ''}"
 
 
-def executed_of(model: str, every: int | None, units: Iterable[Unit], waits: HasDeadline) -> Executed | None:
+def executed_of(model: str, every: int | None, units: Iterable[Unit], waits: Consensus) -> Executed | None:
     """That of a model; None: nothing is to be compared, or there is nobody to compare with.
 
     Args:

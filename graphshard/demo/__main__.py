@@ -197,6 +197,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--dropout: got {args.dropout}, want at least 0 and less than 1")
     if args.losses is not None and not args.losses.absolute().parent.is_dir():
         parser.error(f"--losses: got {args.losses}, want a file in a folder that is there")
+    if args.checkpoint is not None and args.checkpoint.exists() and not args.checkpoint.is_dir():
+        parser.error(f"--checkpoint: got {args.checkpoint}, which is a file, want a folder")
     args.backend = args.backend or ("both" if args.checkpoint is None else "inductor")
     if args.checkpoint is not None and args.backend == "both":
         parser.error("--backend: got both, want one of them with --checkpoint")

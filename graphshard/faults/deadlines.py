@@ -13,7 +13,6 @@ import torch.distributed as dist
 from graphshard import env
 from graphshard.agree.agreement import without_peers
 from graphshard.agree.consensus import Consensus
-from graphshard.agree.executed import HasDeadline
 from graphshard.agree.rank_store import Store
 from graphshard.compat.groups import resolve_process_group, timeout_s
 from graphshard.compat.store import default_store, own_connection
@@ -34,6 +33,12 @@ _CONNECTION_TIMEOUT_S = 10.0
 _FIRST_S = 10.0
 # Stands for no deadline: stores take no infinite time.
 _YEAR_S = 365 * 24 * 3600.0
+
+
+class HasDeadline(Protocol):
+    """What knows how long to wait for the other ranks."""
+
+    deadline_s: float
 
 
 class WatchedModel(Protocol):

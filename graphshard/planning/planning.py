@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from graphshard.agree.agreement import Posted
+from graphshard.agree.agreement import Posted, Waited
 from graphshard.agree.contract import Contract
 from graphshard.agree.ranks_alike import DEADLINE_S
 from graphshard.graph.ir import PassContext
@@ -77,14 +77,14 @@ class Planning:
     posts: list[Posted] = field(default_factory=list)
     deadline_s: float = DEADLINE_S
 
-    def agree(self) -> None:
-        """Compares with the other ranks, once.
+    def agree(self, waited: Waited) -> None:
+        """Compares with the other ranks, once. `waited`: see `Posted.compare`.
 
         Raises:
             RanksDiffer: another rank plans otherwise, or has another model.
         """
         while self.posts:  # what differs stays, to be said again
-            self.posts[0].compare(self.deadline_s)
+            self.posts[0].compare(self.deadline_s, waited)
             del self.posts[0]
 
     @property

@@ -90,7 +90,7 @@ class Region:
         self._lowering.check_slots(graph)
         self._check_gradients(gm)
         if planning is not None:
-            planning.agree()
+            planning.agree(runtime.context.consensus.waited)
         if direction == "backward":
             shards = self._lowering.binding(graph).shards
             runtime.follower.learn_backward(self._lowering.structure, (shards[slot].fqn for slot in graph.gathered))

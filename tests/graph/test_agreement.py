@@ -94,6 +94,12 @@ def test_rank_that_never_comes_is_named(absent: int) -> None:
         assert re.search(rf"rank [{''.join(map(str, told))}] waited 0.2 s for Net0: forward of rank {absent}, ", text)
 
 
+def test_who_waited_in_vain_says_what_the_missing_ranks_do() -> None:
+    posts = posted({0: ["a"], 1: ["a"]})
+    raised = on_ranks(posts, lambda rank: posts[rank].compare(0.2, lambda said, ranks: f"{said}: asked {ranks}"))
+    assert any("of rank 4, which never came so far: asked [4]; want " in str(error) for error in raised.values()), raised
+
+
 def test_all_ranks_that_never_come_are_named() -> None:
     for present, absent in ((0, "ranks 1, 4"), (1, "ranks 0, 4"), (4, "ranks 0, 1")):
         assert f"of {absent}, which never came" in compared(posted({present: ["a"]}), 0.1)[present]
