@@ -165,6 +165,20 @@ OF_GRAPHS = (
         ("tests/graph/test_stretches.py", "-k", "last_block"),
     ),
     Mutation(
+        "a block of a backward begins at its first parameter",
+        "passes/outline_blocks.py",
+        "-back if is_backward else back",
+        "back",
+        ("tests/graph/test_outline_blocks.py", "-k", "equal_to_the_last"),
+    ),
+    Mutation(
+        "a stretch may begin between an operator and what takes its results apart",
+        "passes/outline_blocks.py",
+        "if not is_call(nodes[block.start + place], operator.getitem)]",
+        "]",
+        ("tests/graph/test_outline_blocks.py", "-k", "apart"),
+    ),
+    Mutation(
         "the backward of a block restores other values than its forward saved",
         "passes/split_blocks.py",
         "given = [*arguments, *_saving(graph, node, arguments, call)]",

@@ -6,6 +6,13 @@ from tests.mutations.mutation import Mutation
 
 OF_RANKS = (
     Mutation(
+        "who waits in vain for a rank does not say whether it is dead",
+        "graphshard/agree/agreement.py",
+        "said if waited_s is None else waited(said, missing)",
+        "said",
+        ("tests/graph/test_agreement.py", "-k", "waited_in_vain"),
+    ),
+    Mutation(
         "a contract keeps its order where no rank's graph can",
         "graphshard/agree/any_order.py",
         "        if key not in self._keys:\n            return contract\n",

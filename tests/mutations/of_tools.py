@@ -43,6 +43,13 @@ OF_TOOLS = (
     ),
     # -- surroundings
     Mutation(
+        "a misspelt variable is ignored without a word",
+        "graphshard/env.py",
+        "for name in names if name not in _NAMES}",
+        "for name in names if False}",
+        ("tests/graph/test_env.py", "-k", "misspelt"),
+    ),
+    Mutation(
         "an optimizer may hold what sharding replaces",
         "graphshard/surroundings.py",
         "    if not _holders(names):",
