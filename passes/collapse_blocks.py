@@ -43,8 +43,8 @@ def decide(graph: Graph, ctx: PassContext) -> CollapseEdit:
     taken: list[tuple[Block, ...]] = []
     left: dict[str, None] = {}
     for blocks in find_blocks(graph):
-        if not blocks[0].is_static():
-            left["their sizes are symbols (dynamic shapes)"] = None
+        if blocks[0].depends_on_values():
+            left["their sizes, or other numbers in them, depend on values"] = None
         elif any(block.passes_what_is_written() for block in blocks):
             left["what they read is written in place elsewhere"] = None
         elif any(block.is_lazy() for block in blocks):

@@ -12,13 +12,15 @@ Source: inlining, the inverse of outlining.
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.compat.tensors import no_fake_mode
+from graphshard.compat.tensors import no_fake_mode, size_key
 from graphshard.graph.block_calls import BLOCK, BLOCK_BACKWARD, BLOCK_SAVING, body_of
 from graphshard.graph.fake_values import FakeValues
 from graphshard.graph.ir import PassContext, is_call, output_args
@@ -44,13 +46,14 @@ def decide(graph: Graph, ctx: PassContext) -> ExpandEdit:
 def apply(graph: Graph, edit: ExpandEdit) -> None:
     """Copies the nodes of bodies, with fake values of their own."""
     by_name, replacements, done = {node.name: node for node in graph.nodes}, Replacements(graph), list[Node]()
+    sizes = {size_key(node.meta["val"]): node for node in graph.find_nodes(op="placeholder") if _is_size(node)}
     for name in edit.calls:
         node = by_name[name]
         call: Any = node.args[1]
         body = body_of(call)
         part = body.backward if is_call(node, BLOCK_BACKWARD) else body.forward
         assert part is not None, call
-        results = _expanded(graph, node, part, call.partition("#")[0])
+        results = _expanded(graph, node, part, call.partition("#")[0], sizes)
         for item in node.users:
             place = item.args[1]
             assert is_call(item, operator.getitem) and isinstance(place, int), item
@@ -62,8 +65,11 @@ def apply(graph: Graph, edit: ExpandEdit) -> None:
     graph.eliminate_dead_code()  # what a block computes and nobody reads
 
 
-def _expanded(graph: Graph, call: Node, part: GraphModule, body: str) -> list[Node]:
-    """Copies the nodes of a part of a body before its call; returns its results, but those that there are not."""
+def _expanded(graph: Graph, call: Node, part: GraphModule, body: str, sizes: dict[Hashable, Node]) -> list[Node]:
+    """Copies the nodes of a part of a body before its call; returns its results, but those that there are not.
+
+    `sizes`: nodes of symbolic sizes, which all copies share.
+    """
     values, copies = FakeValues(), dict[Node, Node]()
     arguments: Any = call.args[0]
     for placeholder, argument in zip(part.graph.find_nodes(op="placeholder"), arguments, strict=True):
@@ -73,12 +79,21 @@ def _expanded(graph: Graph, call: Node, part: GraphModule, body: str) -> list[No
         for node in part.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
+            if _is_size(node) and (known := sizes.get(size_key(node.meta["val"]))) is not None:
+                copies[node] = known
+                continue
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if _is_size(node):
+                sizes[size_key(node.meta["val"])] = copy
             if "val" in node.meta:
                 copy.meta["val"] = values.copied(node.meta["val"])
             if node.op == "get_attr":
                 _take_attribute(graph, copy, part, body)
     return [copies[node] for node in output_args(part.graph) if node is not None]
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _take_attribute(graph: Graph, node: Node, part: GraphModule, body: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
-from graphshard.compat.tensors import is_torch_operator, version
+from graphshard.compat.tensors import is_known, is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.ir import ALIAS, is_call
 from graphshard.graph.repeats import Repeat, find_repeats
@@ -35,29 +35,39 @@ class Block:
 
     Attributes:
         nodes: in order.
-        inputs: what they read of others.
+        inputs: tensors of others that they read.
         outputs: those that others read.
         passed: inputs that get a gradient from what reads them behind the block, too.
+        sizes: symbolic sizes of others that they read, in order -> the input, and the dim of it, of that size; None: it
+            is computed of such ones, and is so again in the block.
     """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     passed: tuple[Node, ...]
+    sizes: Mapping[Node, tuple[Node, int] | None] = field(default_factory=dict)
 
     def key(self) -> tuple[str, ...]:
         """Equal for blocks that compute the same."""
         names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
         names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
         lines = [kind_of(node) for node in self.inputs]
-        for node in self.nodes:
+        for place, (node, where) in enumerate(self.sizes.items()):
+            if where is not None:
+                lines.append(f"{names[where[0]]} {where[1]}")
+            names[node] = f"s{place}"
+        for node in (*(node for node, where in self.sizes.items() if where is None), *self.nodes):
             args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
             lines.append(f"{_target(node)} {args} {kind_of(node)}")
         return *lines, " ".join(names[node] for node in (*self.outputs, *self.passed))
 
-    def is_static(self) -> bool:
-        """Whether all sizes in it are numbers."""
-        return all(_is_static(part) for node in (*self.inputs, *self.nodes) for part in _parts(value_of_captured(node)))
+    def depends_on_values(self) -> bool:
+        """Whether a size in it, or another number, does."""
+        parts = [part for node in (*self.inputs, *self.nodes) for part in _parts(value_of_captured(node))]
+        if any(isinstance(part, (torch.SymFloat, torch.SymBool)) for part in parts):
+            return True
+        return any(not is_known(size) for part in parts for size in _sizes(part))
 
     def passes_what_is_written(self) -> bool:
         """Whether something writes, in place, what others read behind the block: it would write into a copy."""
@@ -84,6 +94,11 @@ class Block:
         graph, copies = Graph(), dict[Node, Node]()
         for place, node in enumerate(self.inputs):
             copies[node] = graph.placeholder(f"arg{place}_1")
+        for node, where in self.sizes.items():
+            if where is None:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            else:
+                copies[node] = graph.call_method("size", (copies[where[0]], where[1]))
         for node in self.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         # Behind all else, so that its gradient comes first, as that of what is read behind the block does.
@@ -163,7 +178,7 @@ def _cut(
         last = max(map(number.__getitem__, nodes[place].users), default=place)
         for across in range(place + 1, min(last, place + period) + 1):
             crossing[(across - first) % period] += 1
-    shifts = [shift for shift in range(period) if first + shift in edges]
+    shifts = [shift for shift in range(period) if first + shift in edges and not _takes_apart(nodes[first + shift])]
     if not shifts:
         return
     shift = min(shifts, key=lambda shift: (crossing[shift], shift))
@@ -172,17 +187,43 @@ def _cut(
             yield nodes[begin : begin + period]
 
 
+def _takes_apart(node: Node) -> bool:
+    """Whether it takes one of the results of what it reads."""
+    return is_call(node, operator.getitem) and any(
+        isinstance(value_of_captured(read), (tuple, list)) for read in node.all_input_nodes
+    )
+
+
 def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
-    """None: something goes in or out that is neither a plain tensor nor a size."""
+    """None: something goes in that is no plain tensor, nor a size of one, or comes out that is none."""
     inside, last = set(nodes), number[nodes[-1]]
-    inputs = tuple(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
+    read = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside)
+    inputs = tuple(node for node in read if isinstance(value_of_captured(node), Tensor))
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     values = [value_of_captured(node) for node in (*inputs, *outputs)]
-    if not all(isinstance(value, _SIZES) or (isinstance(value, Tensor) and not is_wrapper(value)) for value in values):
+    if not all(isinstance(value, Tensor) and not is_wrapper(value) for value in values):
+        return None
+    sizes: dict[Node, tuple[Node, int] | None] = {}
+    if not all(_find_size(node, inputs, sizes) for node in read if node not in inputs):
         return None
     again = (node for node in inputs if any(number[user] > last and _brings_gradient(user) for user in node.users))
     passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))
-    return Block(tuple(nodes), inputs, outputs, tuple(passed))
+    return Block(tuple(nodes), inputs, outputs, tuple(passed), sizes)
+
+
+def _find_size(node: Node, inputs: Sequence[Node], sizes: dict[Node, tuple[Node, int] | None]) -> bool:
+    """Finds out where a block gets a symbolic size from, and adds it to `sizes`; whether it can."""
+    size = value_of_captured(node)
+    if not isinstance(size, torch.SymInt) or not is_known(size):
+        return False
+    if node not in sizes:
+        dims = ((node, dim, one) for node in inputs for dim, one in enumerate(value_of_captured(node).shape))
+        where = next(((node, dim) for node, dim, one in dims if size_key(one) == size_key(size)), None)
+        of = node.all_input_nodes
+        if where is None and not (of and all(_find_size(one, inputs, sizes) for one in of)):
+            return False
+        sizes[node] = where
+    return True
 
 
 def _brings_gradient(user: Node) -> bool:
@@ -273,7 +314,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_static(value: Any) -> bool:
-    if not isinstance(value, Tensor):
-        return not isinstance(value, torch.SymInt)
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
+def _sizes(value: Any) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        return *value.shape, *value.stride(), value.storage_offset()
+    return [value]

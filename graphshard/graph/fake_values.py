@@ -29,8 +29,9 @@ class FakeValues:
         if not isinstance(value, Tensor) or (bound := self._bound.get(_memory_of(value))) is None:
             return value
         outside, begin = bound
-        same = outside.dtype == value.dtype
-        return fake_view(value, outside, int(value.storage_offset()) + begin) if same else value
+        if outside.dtype != value.dtype or not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+            return value
+        return fake_view(value, outside, int(value.storage_offset()) + begin)
 
 
 def _memory_of(value: Tensor) -> StorageWeakRef:

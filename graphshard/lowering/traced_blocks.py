@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,6 +16,7 @@ from graphshard.compat.block_trace import Trace
 from graphshard.compat.dynamo import copy_captured, is_static_input
 from graphshard.compat.inductor import copy_graph, module_like
 from graphshard.compat.partitioner import has_budget, partition
+from graphshard.compat.tensors import size_key
 from graphshard.errors import VerifyError
 from graphshard.graph.block_calls import PASS_ON, BlockCall, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
@@ -114,10 +116,14 @@ class _Bodies:
                 self._trace_one(name)
             except _Refused as why:
                 left.append(str(why))
+            except Exception as error:  # of the compiler's front end: where the whole fails too, it says so
+                left.append(f"one of them cannot be traced alone: {type(error).__name__}: {_first_line(error)}")
         return left
 
     def trace_with_gradient(self, name: str, output: int, stride: Sequence[int]) -> bool:
         """Traces one again, with the gradient of one of its outputs in other strides; whether it is in these."""
+        if not all(isinstance(size, int) for size in stride):
+            return False
         self.parts[name] = _with_gradient(self.parts[name], output, stride)
         self._trace_one(name)
         return dict(self.traced[name].taken)[output].stride() == tuple(stride)
@@ -127,6 +133,10 @@ class _Bodies:
         trace = self._trace(self.parts[name], [value_of_captured(node) for node in block.inputs])
         self.traced[name] = _body(trace, block, f"{self._title}.{name}", self._report.note_once)
         register(name, self.traced[name])
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _compiled(gm: GraphModule, bodies: _Bodies, compile_it: Callable[[Sequence[Body]], T]) -> T:
@@ -201,8 +211,47 @@ def _body(trace: Trace, block: Block, title: str, say: Callable[[str], object]) 
     driver.run_joint_passes(trace.gm, title, say)
     forward, backward = partition(trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=static)
     driver.check_partition(forward, len(values))
+    _without_sizes(forward, backward, len(values))
     saved = _saved(forward, backward, len(values))
     return Body(forward, values, backward, saved, taken, grads, needs_grad)
+
+
+def _without_sizes(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
+    """Has `backward` take its symbolic sizes from the tensors that it reads, not from `forward`, in place."""
+    results = output_args(forward.graph)
+    saved = {node.name: node for node in results[outputs:] if not isinstance(node.meta["val"], Tensor)}
+    tensors = [*results[:outputs], *(node for node in results[outputs:] if node.name not in saved)]
+    output_node(forward.graph).args = (tuple(tensors),)
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    found: dict[Node, Node] = {}
+    with backward.graph.inserting_after(placeholders[-1]):
+        end = backward.graph.call_function(torch.sym_max, (0, 0))  # sizes go before it
+    with backward.graph.inserting_before(end):
+        for node in placeholders:
+            if node.name in saved:
+                node.replace_all_uses_with(_size(saved[node.name], placeholders, found))
+                backward.graph.erase_node(node)
+    backward.graph.erase_node(end)
+
+
+def _size(of: Node, placeholders: Sequence[Node], found: dict[Node, Node]) -> Node:
+    """A node for a size that another graph computes. `found`: those that there are."""
+    if of not in found:
+        graph, key = placeholders[0].graph, size_key(of.meta["val"])
+        dims = ((node, dim, size) for node in placeholders for dim, size in enumerate(_shape(node)))
+        if (where := next(((node, dim) for node, dim, size in dims if size_key(size) == key), None)) is not None:
+            found[of] = graph.call_function(torch.ops.aten.sym_size.int, where)
+            found[of].meta["val"] = of.meta["val"]
+        elif of.op != "call_function" or any(isinstance(node.meta["val"], Tensor) for node in of.all_input_nodes):
+            raise _Refused("their backward reads a size of what it does not read")
+        else:
+            found[of] = graph.node_copy(of, lambda node: _size(node, placeholders, found))
+    return found[of]
+
+
+def _shape(node: Node) -> Sequence[int | torch.SymInt]:
+    value = node.meta["val"]
+    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:

@@ -113,6 +113,17 @@ def test_results_of_equal_blocks_meet_in_one_body(run: TrainingRun) -> None:
     run.observe(loss, model)
 
 
+@training_test()
+def test_blocks_are_traced_once_where_sizes_change(run: TrainingRun) -> None:
+    torch.manual_seed(0)
+    model: Any = run.shard(Stack(6, checkpointed=run.rank == 0), units=[Block])
+    for step in range(4):
+        loss = model(*models.growing_features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).traced_once[0] >= 10  # of numbers, then of symbols
+
+
 class Recycled(Stack):
     """Its input is what it made of it before, without gradients."""
 

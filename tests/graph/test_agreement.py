@@ -97,7 +97,8 @@ def test_rank_that_never_comes_is_named(absent: int) -> None:
 def test_who_waited_in_vain_says_what_the_missing_ranks_do() -> None:
     posts = posted({0: ["a"], 1: ["a"]})
     raised = on_ranks(posts, lambda rank: posts[rank].compare(0.2, lambda said, ranks: f"{said}: asked {ranks}"))
-    assert any("of rank 4, which never came so far: asked [4]; want " in str(error) for error in raised.values()), raised
+    said = "of rank 4, which never came so far: asked [4]; want "
+    assert any(said in str(error) for error in raised.values()), raised
 
 
 def test_all_ranks_that_never_come_are_named() -> None:

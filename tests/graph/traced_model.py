@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import boxed, boxed_graph
 from graphshard.compat.inductor import compile_region_aot
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
+from graphshard.compat.tensors import size_hint
 from graphshard.graph.block_calls import Body, call_block
 from graphshard.graph.ir import is_tangent, output_args
 from graphshard.lowering import driver
@@ -23,7 +25,7 @@ from graphshard.reporting.report import Report
 class Traced:
     """A model whose captured graph was compiled: its graphs by their directions, and what was said."""
 
-    def __init__(self, model: Callable[..., Any], dynamic: bool = False) -> None:
+    def __init__(self, model: Callable[..., Any], dynamic: bool | None = False) -> None:
         self.graphs: dict[str, GraphModule] = {}
         self._bodies: Sequence[Body] = ()
         self.report = Report()
@@ -55,7 +57,8 @@ class Traced:
         saved = dict.fromkeys(output_args(self.graphs["forward"].graph)[-count:])
         values = [node.meta["val"] for node in saved if node.op != "placeholder"]
         # Not the states of random numbers, whose sizes are symbols.
-        return sum(value.nbytes for value in values if value.dtype != torch.uint8)
+        tensors = [value for value in values if isinstance(value, Tensor) and value.dtype != torch.uint8]
+        return sum(math.prod(size_hint(size, 0) for size in value.shape) * value.itemsize for value in tensors)
 
     def lines(self, direction: str) -> list[str]:
         """Operators with the kinds of their arguments and results, in any order."""
