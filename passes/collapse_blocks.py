@@ -43,9 +43,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollapseEdit:
     taken: list[tuple[Block, ...]] = []
     left: dict[str, None] = {}
     for blocks in find_blocks(graph):
-        if blocks[0].depends_on_values():
-            left["their sizes, or other numbers in them, depend on values"] = None
-        elif any(block.passes_what_is_written() for block in blocks):
+        if any(block.passes_what_is_written() for block in blocks):
             left["what they read is written in place elsewhere"] = None
         elif any(block.is_lazy() for block in blocks):
             left["what goes in or out is conjugated or negated lazily"] = None

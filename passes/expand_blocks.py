@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -46,7 +47,8 @@ def decide(graph: Graph, ctx: PassContext) -> ExpandEdit:
 def apply(graph: Graph, edit: ExpandEdit) -> None:
     """Copies the nodes of bodies, with fake values of their own."""
     by_name, replacements, done = {node.name: node for node in graph.nodes}, Replacements(graph), list[Node]()
-    sizes = {size_key(node.meta["val"]): node for node in graph.find_nodes(op="placeholder") if _is_size(node)}
+    before = takewhile(lambda node: node.name != edit.calls[0], graph.nodes)
+    sizes = {size_key(node.meta["val"]): node for node in before if _is_size(node)}
     for name in edit.calls:
         node = by_name[name]
         call: Any = node.args[1]

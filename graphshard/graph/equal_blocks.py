@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
-from graphshard.compat.tensors import is_known, is_torch_operator, size_key, version
+from graphshard.compat.tensors import is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.ir import ALIAS, is_call
 from graphshard.graph.repeats import Repeat, find_repeats
@@ -61,13 +61,6 @@ class Block:
             args = map_arg((node.args, node.kwargs), lambda read: _Name(names[read]))
             lines.append(f"{_target(node)} {args} {kind_of(node)}")
         return *lines, " ".join(names[node] for node in (*self.outputs, *self.passed))
-
-    def depends_on_values(self) -> bool:
-        """Whether a size in it, or another number, does."""
-        parts = [part for node in (*self.inputs, *self.nodes) for part in _parts(value_of_captured(node))]
-        if any(isinstance(part, (torch.SymFloat, torch.SymBool)) for part in parts):
-            return True
-        return any(not is_known(size) for part in parts for size in _sizes(part))
 
     def passes_what_is_written(self) -> bool:
         """Whether something writes, in place, what others read behind the block: it would write into a copy."""
@@ -214,11 +207,11 @@ def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
 def _find_size(node: Node, inputs: Sequence[Node], sizes: dict[Node, tuple[Node, int] | None]) -> bool:
     """Finds out where a block gets a symbolic size from, and adds it to `sizes`; whether it can."""
     size = value_of_captured(node)
-    if not isinstance(size, torch.SymInt) or not is_known(size):
+    if not isinstance(size, torch.SymInt):
         return False
     if node not in sizes:
-        dims = ((node, dim, one) for node in inputs for dim, one in enumerate(value_of_captured(node).shape))
-        where = next(((node, dim) for node, dim, one in dims if size_key(one) == size_key(size)), None)
+        dims = ((tensor, dim, one) for tensor in inputs for dim, one in enumerate(value_of_captured(tensor).shape))
+        where = next(((tensor, dim) for tensor, dim, one in dims if size_key(one) == size_key(size)), None)
         of = node.all_input_nodes
         if where is None and not (of and all(_find_size(one, inputs, sizes) for one in of)):
             return False
@@ -312,9 +305,3 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(part)
     else:
         yield value
-
-
-def _sizes(value: Any) -> Sequence[Any]:
-    if isinstance(value, Tensor):
-        return *value.shape, *value.stride(), value.storage_offset()
-    return [value]

@@ -224,14 +224,11 @@ def _without_sizes(forward: GraphModule, backward: GraphModule, outputs: int) ->
     output_node(forward.graph).args = (tuple(tensors),)
     placeholders = backward.graph.find_nodes(op="placeholder")
     found: dict[Node, Node] = {}
-    with backward.graph.inserting_after(placeholders[-1]):
-        end = backward.graph.call_function(torch.sym_max, (0, 0))  # sizes go before it
-    with backward.graph.inserting_before(end):
+    with backward.graph.inserting_before(next(node for node in backward.graph.nodes if node.op != "placeholder")):
         for node in placeholders:
             if node.name in saved:
                 node.replace_all_uses_with(_size(saved[node.name], placeholders, found))
                 backward.graph.erase_node(node)
-    backward.graph.erase_node(end)
 
 
 def _size(of: Node, placeholders: Sequence[Node], found: dict[Node, Node]) -> Node:

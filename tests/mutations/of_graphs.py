@@ -179,6 +179,20 @@ OF_GRAPHS = (
         ("tests/graph/test_outline_blocks.py", "-k", "apart"),
     ),
     Mutation(
+        "each block has nodes of its own for symbolic sizes",
+        "passes/expand_blocks.py",
+        '(known := sizes.get(size_key(node.meta["val"]))) is not None',
+        "(known := None) is not None",
+        ("tests/graph/test_symbolic_blocks.py", "-k", "one_node"),
+    ),
+    Mutation(
+        "a block that cannot be traced alone is an error",
+        "graphshard/lowering/traced_blocks.py",
+        "except Exception as error:  # of the compiler's front end",
+        "except KeyError as error:  # of the compiler's front end",
+        ("tests/graph/test_symbolic_blocks.py", "-k", "cannot_be_traced"),
+    ),
+    Mutation(
         "the backward of a block restores other values than its forward saved",
         "passes/split_blocks.py",
         "given = [*arguments, *_saving(graph, node, arguments, call)]",
