@@ -43,7 +43,9 @@ def decide(graph: Graph, ctx: PassContext) -> CollapseEdit:
     taken: list[tuple[Block, ...]] = []
     left: dict[str, None] = {}
     for blocks in find_blocks(graph):
-        if any(block.passes_what_is_written() for block in blocks):
+        if blocks[0].lost:
+            left["they read or yield sizes that none of their inputs has (dynamic shapes)"] = None
+        elif any(block.passes_what_is_written() for block in blocks):
             left["what they read is written in place elsewhere"] = None
         elif any(block.is_lazy() for block in blocks):
             left["what goes in or out is conjugated or negated lazily"] = None

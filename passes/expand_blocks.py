@@ -45,7 +45,7 @@ def decide(graph: Graph, ctx: PassContext) -> ExpandEdit:
 
 
 def apply(graph: Graph, edit: ExpandEdit) -> None:
-    """Copies the nodes of bodies, with fake values of their own."""
+    """Copies the nodes of bodies."""
     by_name, replacements, done = {node.name: node for node in graph.nodes}, Replacements(graph), list[Node]()
     before = takewhile(lambda node: node.name != edit.calls[0], graph.nodes)
     sizes = {size_key(node.meta["val"]): node for node in before if _is_size(node)}

@@ -119,7 +119,7 @@ def _seams(nodes: Sequence[Node], repeat: Repeat, begins: Mapping[Node, Node], i
         between = _since(nodes, block.start + first, begins[nodes[block.start + first]], repeat.period)
         # Of places that are as good: forward, a block begins with what it reads, backward with gradients of that.
         back = {(first - back) % repeat.period: -back if is_backward else back for back in range(between)}
-        first = min(back.keys() & {first, *places}, key=lambda place: (crossing[place], back[place]))
+        first = min(back.keys() & set(places), key=lambda place: (crossing[place], back[place]))
     chosen, total, grain = [first], elapsed[-1], elapsed[-1] / _STRETCHES
     for number in range(1, _STRETCHES):
         wanted = (elapsed[first] + number * grain) % total

@@ -40,6 +40,7 @@ class Block:
         passed: inputs that get a gradient from what reads them behind the block, too.
         sizes: symbolic sizes of others that they read, in order -> the input, and the dim of it, of that size; None: it
             is computed of such ones, and is so again in the block.
+        lost: other sizes that they read, and those that they yield.
     """
 
     nodes: tuple[Node, ...]
@@ -47,12 +48,14 @@ class Block:
     outputs: tuple[Node, ...]
     passed: tuple[Node, ...]
     sizes: Mapping[Node, tuple[Node, int] | None] = field(default_factory=dict)
+    lost: tuple[Node, ...] = ()
 
     def key(self) -> tuple[str, ...]:
         """Equal for blocks that compute the same."""
         names = {node: f"i{place}" for place, node in enumerate(self.inputs)}
+        names |= {node: f"l{place}" for place, node in enumerate(self.lost)}
         names |= {node: f"n{place}" for place, node in enumerate(self.nodes)}
-        lines = [kind_of(node) for node in self.inputs]
+        lines = [kind_of(node) for node in (*self.inputs, *self.lost)]
         for place, (node, where) in enumerate(self.sizes.items()):
             if where is not None:
                 lines.append(f"{names[where[0]]} {where[1]}")
@@ -188,20 +191,20 @@ def _takes_apart(node: Node) -> bool:
 
 
 def _block(nodes: Sequence[Node], number: Mapping[Node, int]) -> Block | None:
-    """None: something goes in that is no plain tensor, nor a size of one, or comes out that is none."""
+    """None: something goes in or out that is neither a plain tensor nor a size."""
     inside, last = set(nodes), number[nodes[-1]]
     read = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside)
     inputs = tuple(node for node in read if isinstance(value_of_captured(node), Tensor))
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    values = [value_of_captured(node) for node in (*inputs, *outputs)]
-    if not all(isinstance(value, Tensor) and not is_wrapper(value) for value in values):
+    values = [value_of_captured(node) for node in (*read, *outputs)]
+    if not all(isinstance(value, _SIZES) or (isinstance(value, Tensor) and not is_wrapper(value)) for value in values):
         return None
     sizes: dict[Node, tuple[Node, int] | None] = {}
-    if not all(_find_size(node, inputs, sizes) for node in read if node not in inputs):
-        return None
+    lost = [node for node in read if node not in inputs and not _find_size(node, inputs, sizes)]
+    lost += [node for node in outputs if not isinstance(value_of_captured(node), Tensor)]
     again = (node for node in inputs if any(number[user] > last and _brings_gradient(user) for user in node.users))
     passed = (node for node in again if getattr(value_of_captured(node), "requires_grad", False))
-    return Block(tuple(nodes), inputs, outputs, tuple(passed), sizes)
+    return Block(tuple(nodes), inputs, outputs, tuple(passed), sizes, tuple(lost))
 
 
 def _find_size(node: Node, inputs: Sequence[Node], sizes: dict[Node, tuple[Node, int] | None]) -> bool:

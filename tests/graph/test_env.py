@@ -1,4 +1,4 @@
-"""What environment variables say is checked when a model is compiled."""
+"""What environment variables say is checked when a model is compiled, and what the demo is given when it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from graphshard import env
+from graphshard.demo.__main__ import parse
 from graphshard.lowering.driver import check_environment
 from graphshard.reporting.report import Report
 from graphshard.surroundings import note_surroundings
@@ -33,3 +34,13 @@ def test_dumps_that_can_have_no_folder_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path / "file" / "below"))
     with pytest.raises(ValueError, match=r"^GRAPHSHARD_DUMP: got .*below, want a directory that can be made: "):
         check_environment()
+
+
+def test_a_file_in_the_place_of_the_folder_of_checkpoints_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["demo", "--checkpoint", str(tmp_path / "file")])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "--checkpoint: got" in (said := capsys.readouterr().err) and "which is a file, want a folder" in said
