@@ -261,6 +261,7 @@ def as_tensor_parallel(full: Tensor, mesh: Any, placements: Any, size: str, stri
     return DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
+@inline_only
 def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a marked module as its own class does, hooks included: most often `nn.Module.__call__`."""
     return getattr(type(module), _OWN_CALL)(module, *args, **kwargs)
@@ -357,7 +358,7 @@ class Method:
             changed = post(module, args, output)
             return output if changed is None else changed
 
-        self.body = body
+        self.body = inline_only(body)
         self.name: str = method.__name__
 
 

@@ -22,7 +22,7 @@ from graphshard.capture.marking import mark_classes
 from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
 from graphshard.capture.twins import Twins, candidates
 from graphshard.compat.autograd import recomputes
-from graphshard.compat.dynamo import uncaptured
+from graphshard.compat.dynamo import inline_only, uncaptured
 from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import is_selective, moved_tensors, seen_by
 from graphshard.errors import UnsupportedModel
@@ -171,10 +171,12 @@ class Engine:
                 )
         self._knows_units = True
 
+    @inline_only
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a marked module: compiled, or by FSDP2's hooks while these are on."""
         return self._call(module, None, args, kwargs)
 
+    @inline_only
     def call_method(
         self, module: nn.Module, method: marked_classes.Method, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
