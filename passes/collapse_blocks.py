@@ -42,7 +42,7 @@ def decide(graph: Graph, ctx: PassContext) -> CollapseEdit:
     """Finds equal blocks."""
     taken: list[tuple[Block, ...]] = []
     left: dict[str, None] = {}
-    for blocks in find_blocks(graph):
+    for blocks in find_blocks(graph, ctx.params):
         if blocks[0].lost:
             left["they read or yield sizes that none of their inputs has (dynamic shapes)"] = None
         elif any(block.passes_what_is_written() for block in blocks):

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from graphshard.graph.ir import PassContext, is_call, is_constant, is_marker, shard_placeholder, unshards
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.stretches import looks_up_seed
+from graphshard.graph.unit_borders import Read, crossings, equal_parts, is_of_units, unit_borders
 
 # Fewer or shorter blocks are not worth it.
 _LEAST_BLOCKS = 4
@@ -61,15 +62,27 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     if any("seam" in node.meta for node in nodes):
         return OutlineEdit(())
     kinds = [_kind(node) for node in nodes]
-    begins = _first_of_units(graph, ctx)
-    found = []
+    number = {node: place for place, node in enumerate(nodes)}
+    reads = _reads(graph, ctx, number)
+    borders = unit_borders(reads, crossings(nodes, number, _elements), lambda place: not _takes_apart(nodes[place]))
+    of_units = equal_parts(kinds, borders, set(), _LEAST_BLOCKS, _LEAST_NODES)
+    begins = {nodes[own.first]: nodes[before.last] for before, own in pairwise(reads) if before.unit != own.unit}
+    found, taken = [], set[int]()
     for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
+        if is_of_units(repeat, borders, of_units):
+            continue
         seams = _seams(nodes, repeat, begins, ctx.direction == "backward")
         end = repeat.end
         while end < len(kinds) and kinds[end] == kinds[end - repeat.period]:
             end += 1  # a block that ends otherwise is equal so far; where the next repeat begins, that one counts
         end += (end - repeat.first) % repeat.period in seams  # where they end at a seam, what is behind begins there
+        taken.update(range(repeat.first, end))
         found.append((tuple(node.name for node in nodes[repeat.first : end]), repeat.period, tuple(seams)))
+    for parts in equal_parts(kinds, borders, taken, _LEAST_BLOCKS, _LEAST_NODES):
+        seams = _with_inner(nodes, parts[len(parts) // 2], 0)
+        for part in parts:  # what is behind one begins there
+            behind = part.stop + (part.stop < len(nodes) and part.stop not in taken)
+            found.append((tuple(node.name for node in nodes[part.start : behind]), len(part), tuple(seams)))
     return OutlineEdit(tuple(found))
 
 
@@ -92,27 +105,22 @@ def _shape(node: Node) -> Any:
     return f"{value.dtype}{tuple(value.shape)}{value.stride()}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _first_of_units(graph: Graph, ctx: PassContext) -> dict[Node, Node]:
-    """What first reads parameters of another unit than what was read before, where gathers are awaited, and the last
-    node that read those.
-    """
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    reads = [(reader, ctx.params[shard_placeholder(of).name].unit) for of in unshards(graph) for reader in of.users]
-    reads.sort(key=lambda read: place[read[0]])
-    return {node: before for (before, unit), (node, other) in pairwise(reads) if unit != other}
+def _reads(graph: Graph, ctx: PassContext, number: Mapping[Node, int]) -> list[Read]:
+    """Where gathered parameters are read."""
+    return sorted(
+        Read(number[node], number[node], ctx.params[shard_placeholder(gathered).name].unit)
+        for gathered in unshards(graph)
+        for node in filter(number.__contains__, gathered.users)
+    )
 
 
 def _seams(nodes: Sequence[Node], repeat: Repeat, begins: Mapping[Node, Node], is_backward: bool) -> list[int]:
     """Places in a block: where one ends, which is in front of where a unit begins, if there is one; and evenly in time;
-    each where little is read across.
+    each where little is read across. `begins`: the first read of each unit, and the read in front of it.
     """
     block = range(repeat.first + repeat.period, repeat.first + 2 * repeat.period)  # one with equal neighbours
-    elapsed = [0.0]
-    for place in block:
-        elapsed.append(elapsed[-1] + _time(nodes[place]))
     crossing = _crossing(nodes, block)
-    # What takes results apart stays with them.
-    places = [place for place in range(repeat.period) if not is_call(nodes[block.start + place], operator.getitem)]
+    places = [place for place in range(repeat.period) if not _takes_apart(nodes[block.start + place])]
     units = [place for place in places if nodes[block.start + place] in begins]
     first = min(units or places, key=lambda place: (crossing[place], place))
     if units:
@@ -120,13 +128,26 @@ def _seams(nodes: Sequence[Node], repeat: Repeat, begins: Mapping[Node, Node], i
         # Of places that are as good: forward, a block begins with what it reads, backward with gradients of that.
         back = {(first - back) % repeat.period: -back if is_backward else back for back in range(between)}
         first = min(back.keys() & set(places), key=lambda place: (crossing[place], back[place]))
-    chosen, total, grain = [first], elapsed[-1], elapsed[-1] / _STRETCHES
+    return _with_inner(nodes, block, first)
+
+
+def _with_inner(nodes: Sequence[Node], block: range, first: int) -> list[int]:
+    """The seams of a block one of which is at `first`: the others evenly in time, where little is read across."""
+    elapsed = [0.0, *accumulate(_time(nodes[place]) for place in block)]
+    crossing, chosen = _crossing(nodes, block), [first]
+    total, grain = elapsed[-1], elapsed[-1] / _STRETCHES
+    places = [place for place in range(len(block)) if not _takes_apart(nodes[block.start + place])]
     for number in range(1, _STRETCHES):
         wanted = (elapsed[first] + number * grain) % total
         near = [place for place in places if abs(elapsed[place] - wanted) <= grain / 3]
         if near:
             chosen.append(min(near, key=lambda place: (crossing[place], abs(elapsed[place] - wanted))))
     return sorted(set(chosen))
+
+
+def _takes_apart(node: Node) -> bool:
+    """Whether it takes one of several results: it stays with what has them."""
+    return is_call(node, operator.getitem)
 
 
 def _since(nodes: Sequence[Node], place: int, before: Node, most: int) -> int:
@@ -153,11 +174,15 @@ def _crossing(nodes: Sequence[Node], block: range) -> list[int]:
     """For each place of a block, elements that are computed in front of it, and only read behind it by what is near."""
     number = {node: place for place, node in enumerate(nodes)}
     found = [0] * len(block)
-    for place in range(block.start - len(block), block.stop):
-        value = nodes[place].meta.get("val")
+    for place in range(max(block.start - len(block), 0), block.stop):
         uses = [number[user] for user in nodes[place].users if user in number]
-        if isinstance(value, Tensor) and uses:
-            elements = math.prod(map(_size, value.shape))
+        if uses:
+            elements = _elements(nodes[place])
             for across in range(max(place + 1, block.start), min(max(uses) + 1, block.stop)):
                 found[across - block.start] += elements
     return found
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(map(_size, value.shape)) if isinstance(value, Tensor) else 0

@@ -20,8 +20,9 @@ from torch.fx.node import map_arg
 from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
 from graphshard.compat.tensors import is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
-from graphshard.graph.ir import ALIAS, is_call
+from graphshard.graph.ir import ALIAS, ParamRef, is_call, is_marker
 from graphshard.graph.repeats import Repeat, find_repeats
+from graphshard.graph.unit_borders import Read, crossings, equal_parts, is_of_units, unit_borders
 
 # Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks.
 _LEAST_BLOCKS = 4
@@ -113,26 +114,50 @@ class _Name(str):
     __repr__ = str.__str__
 
 
-def find_blocks(graph: Graph) -> list[list[Block]]:
+def find_blocks(graph: Graph, params: Mapping[str, ParamRef]) -> list[list[Block]]:
     """Groups of equal blocks; no two blocks share a node. None begins or ends where modes are not what they are around
-    the graph: gradients switched off, autocast.
+    the graph: gradients switched off, autocast. `params`: by the name of the placeholder that holds their shard.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder" and not only_logs(node)]
     number = {node: place for place, node in enumerate(nodes)}
     fit, edges = _fit(nodes)
     # What does not fit equals nothing.
     items = [_item(node) if node in fit else number[node] for node in nodes]
-    found = []
+    edges = {place for place in edges if not _takes_apart(nodes[place])}
+    crossing = crossings(nodes, number, lambda node: 1)
+    borders = unit_borders(_reads(graph, number, params), crossing, edges.__contains__)
+    sizes = [*map(_size, nodes)]
+    of_units = equal_parts(items, borders, set(), _LEAST_BLOCKS, _LEAST_NODES, sizes)
+    parts: list[range] = []
     for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
-        if sum(map(_size, nodes[repeat.first : repeat.first + repeat.period])) < _LEAST_NODES:
+        if sum(sizes[repeat.first : repeat.first + repeat.period]) < _LEAST_NODES:
             continue
-        parts = _cut(nodes, number, items, edges, repeat)
-        equal: dict[tuple[str, ...], list[Block]] = {}
-        for block in (_block(part, number) for part in parts):
-            if block is not None:
-                equal.setdefault(block.key(), []).append(block)
-        found += [blocks for blocks in equal.values() if len(blocks) >= _LEAST_BLOCKS]
-    return found
+        if not is_of_units(repeat, borders, of_units):
+            parts += _cut(nodes, number, items, edges, repeat)
+    taken = {place for part in parts for place in part}
+    for equal in equal_parts(items, borders, taken, _LEAST_BLOCKS, _LEAST_NODES, sizes):
+        parts += [part for part in equal if _ends_at(part, edges, len(nodes))]
+    found: dict[tuple[str, ...], list[Block]] = {}
+    for part in sorted(parts, key=lambda part: part.start):
+        if (block := _block(nodes[part.start : part.stop], number)) is not None:
+            found.setdefault(block.key(), []).append(block)
+    return [blocks for blocks in found.values() if len(blocks) >= _LEAST_BLOCKS]
+
+
+def _ends_at(part: range, edges: Set[int], end: int) -> bool:
+    return part.stop in edges or part.stop == end
+
+
+def _reads(graph: Graph, number: Mapping[Node, int], params: Mapping[str, ParamRef]) -> list[Read]:
+    """Where shards are read, in order."""
+    found = []
+    for placeholder in graph.find_nodes(op="placeholder"):
+        if (param := params.get(placeholder.name)) is not None:
+            for node in filter(number.__contains__, placeholder.users):
+                gathered = node.users if is_marker(node) else ()
+                last = max((number.get(user, 0) for user in gathered), default=0)
+                found.append(Read(number[node], max(number[node], last), param.unit))
+    return sorted(found)
 
 
 def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
@@ -164,7 +189,7 @@ def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
 
 def _cut(
     nodes: Sequence[Node], number: Mapping[Node, int], items: Sequence[object], edges: Set[int], repeat: Repeat
-) -> Iterator[Sequence[Node]]:
+) -> Iterator[range]:
     """Blocks of a repeat, cut where the fewest values go from one to the next."""
     first, period, end = repeat.first, repeat.period, repeat.end
     while end < len(nodes) and items[end] == items[end - period]:
@@ -174,13 +199,13 @@ def _cut(
         last = max(map(number.__getitem__, nodes[place].users), default=place)
         for across in range(place + 1, min(last, place + period) + 1):
             crossing[(across - first) % period] += 1
-    shifts = [shift for shift in range(period) if first + shift in edges and not _takes_apart(nodes[first + shift])]
+    shifts = [shift for shift in range(period) if first + shift in edges]
     if not shifts:
         return
     shift = min(shifts, key=lambda shift: (crossing[shift], shift))
     for begin in range(first + shift, end - period + 1, period):
         if {begin, begin + period} <= edges:
-            yield nodes[begin : begin + period]
+            yield range(begin, begin + period)
 
 
 def _takes_apart(node: Node) -> bool:

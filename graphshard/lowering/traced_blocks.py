@@ -20,7 +20,7 @@ from graphshard.compat.tensors import size_key
 from graphshard.errors import VerifyError
 from graphshard.graph.block_calls import PASS_ON, BlockCall, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
-from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args, output_node
+from graphshard.graph.ir import ParamRef, PassContext, is_call, is_tangent, output_args, output_node
 from graphshard.lowering import driver
 from graphshard.passes import COLLAPSE
 from graphshard.passes.collapse_blocks import CollapseEdit
@@ -38,6 +38,7 @@ def compile_traced_once(
     compile_it: Callable[[Sequence[Body]], T],
     report: Report,
     title: str,
+    params: Mapping[str, ParamRef],
     strict: bool = False,
 ) -> T:
     """Compiles a captured graph in which calls stand for equal blocks; as it is, where that cannot be.
@@ -48,6 +49,7 @@ def compile_traced_once(
         compile_it: compiles `gm`. It keeps the bodies that it is given as long as it may expand calls of them.
         report: says how many blocks were traced once, or why not.
         title: of dumps.
+        params: the sharded parameters by the name of the placeholder that holds their shard.
         strict: whether a pass that fails is an error; else blocks are traced one by one then.
     """
     if env.is_disabled(COLLAPSE.name):
@@ -56,7 +58,7 @@ def compile_traced_once(
         report.note_once("equal blocks are traced one by one: a budget of activations is for all of a graph")
         return compile_it(())
     flat, collapsed = gm.graph, copy_captured(gm)
-    edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured"))
+    edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured", params))
     first = {name: (blocks[0], blocks[0].module(gm)) for name, blocks in edit.bodies}
     bodies = _Bodies(first, trace, report, title)
     left = [*edit.left, *bodies.trace_all()]

@@ -127,10 +127,12 @@ def make_backend(
         driver.run_captured_passes(gm, f"{title}.captured", note)
         if name == "eager":
             return with_arguments(gathering_one_by_one(runtime, number, gm), arguments)
+        positions = _shard_positions(runtime, inputs)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         captured = region.Region(
             runtime,
             number,
-            _shard_positions(runtime, inputs),
+            positions,
             broken or not is_entry_point(traced_code()),
             _input_grads(runtime, inputs),
             bodies,
@@ -150,6 +152,7 @@ def make_backend(
             compile_it,
             runtime.context.report,
             title,
+            {names[place]: shard.ref() for place, shard in positions.items()},
             runtime.context.strict,
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -52,21 +54,60 @@ class Stack(nn.Module):
         return out
 
 
-def bodies(layers: int) -> list[tuple[str, int, int]]:
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.mix = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(torch.sigmoid(self.gate(x)) * x)
+        return x + mixed
+
+
+class Mixed(Stack):
+    """Blocks of two kinds in turns, in which no run of blocks repeats often."""
+
+    def __init__(self, kinds: str, checkpointed: bool = False, dropout: bool = False) -> None:
+        super().__init__(0, checkpointed)
+        self.layers = nn.ModuleList(Block(dropout) if kind == "b" else Gated() for kind in kinds)
+
+
+KINDS = "bbggbgbbggbg"
+
+
+def bodies(build: Callable[[], nn.Module]) -> list[tuple[str, int, int]]:
     """Of each program of a step: its direction, its bodies, and the calls of them. None is compiled."""
     torch.manual_seed(0)
-    model: Any = graphshard.compile(Stack(layers, dropout=True), init_device_mesh("cpu", (2,)))
+    model: Any = graphshard.compile(build(), init_device_mesh("cpu", (2,)))
     with mock.patch.object(graphshard.lowering.bodies, "compile_body", lambda gm, *_: boxed_graph(gm)):
         model(*models.features(0, torch.distributed.get_rank())).square().mean().backward()
     calls = {p.direction: re.findall(r"(body_\d+)\(_read", p.code or "") for p in graphshard.report(model).programs}
     return [(direction, len(set(called)), len(called)) for direction, called in calls.items()]
 
 
-def test_many_blocks_have_no_more_bodies_than_few(two_ranks: WorkerPool) -> None:
-    few, many = (two_ranks.run(bodies, layers)[0] for layers in (6, 12))
+@pytest.mark.parametrize(
+    ("build", "of_few", "of_many", "most"),
+    [(partial(Stack, dropout=True), 6, 12, 8), (partial(Mixed, dropout=True), KINDS, KINDS + "g" + KINDS, 12)],
+    ids=["one kind", "two kinds"],
+)
+def test_many_blocks_have_no_more_bodies_than_few(
+    two_ranks: WorkerPool, build: Callable[..., nn.Module], of_few: Any, of_many: Any, most: int
+) -> None:
+    few, many = (two_ranks.run(bodies, partial(build, layers))[0] for layers in (of_few, of_many))
     for (direction, count, calls), (_, more_count, more_calls) in zip(few, many, strict=True):
-        assert more_count <= min(count + 1, 8), direction  # where buckets end depends on how many there are
+        assert more_count <= min(count + 1, most), direction  # where buckets end depends on how many there are
         assert more_calls >= calls + 6, direction  # one or more of each block
+
+
+@training_test()
+def test_blocks_of_several_kinds_are_traced_once_each(run: TrainingRun) -> None:
+    torch.manual_seed(0)
+    model: Any = run.shard(Mixed(KINDS, checkpointed=run.rank == 0), units=[Block, Gated])
+    for step in range(3):
+        loss = model(*models.growing_features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).traced_once[0] >= 2 * (len(KINDS) - 2)
 
 
 @training_test(backends=("inductor",), tolerance=INDUCTOR)
@@ -146,10 +187,10 @@ def traced_once_by_rank_0() -> AbstractContextManager[Any]:
     """Other ranks trace equal blocks one by one."""
     if torch.distributed.get_rank() == 0:
         return nullcontext()
-    return mock.patch.object(graphshard.passes.collapse_blocks, "find_blocks", lambda graph: [])
+    return mock.patch.object(graphshard.passes.collapse_blocks, "find_blocks", lambda *_: [])
 
 
-def planned() -> None:
+def planned(build: Callable[[], nn.Module]) -> None:
     seams: list[int] = []
     with (
         traced_once_by_rank_0(),
@@ -158,7 +199,7 @@ def planned() -> None:
         ),
     ):
         check_parity(
-            build=lambda: Stack(6, checkpointed=True),
+            build=build,
             inputs=models.growing_features,
             mesh=init_device_mesh("cpu", (2,)),
             backend="inductor",
@@ -171,8 +212,9 @@ def planned() -> None:
     assert seams and min(seams) >= 5, seams
 
 
-def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool) -> None:
-    two_ranks.run(planned)
+@pytest.mark.parametrize("build", [partial(Stack, 6), partial(Mixed, KINDS)], ids=["one kind", "two kinds"])
+def test_planned_launches_at_seams_change_no_result(two_ranks: WorkerPool, build: Callable[..., nn.Module]) -> None:
+    two_ranks.run(planned, partial(build, checkpointed=True))
 
 
 def traced(options: dict[str, bool]) -> None:

@@ -42,7 +42,7 @@ class Traced:
         def trace(part: GraphModule, values: Sequence[Tensor]) -> Any:
             return trace_apart(part, values, compile_region_aot)
 
-        return compile_traced_once(gm, trace, compile_it, self.report, "a")
+        return compile_traced_once(gm, trace, compile_it, self.report, "a", {})
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], direction: str) -> Any:
         driver.expand(gm, "a")
