@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -22,6 +22,7 @@ from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.compat.inductor import copy_graph
@@ -128,12 +129,43 @@ def sets_grad_mode(node: Node) -> bool | None:
     return None
 
 
-def changes_autocast(node: Node) -> int | None:
-    """1: a node of a captured graph enters autocast, -1: it leaves it; None: neither."""
-    if node.op != "call_function":
-        return None
-    name = getattr(node.target, "__name__", "")
-    return {"_enter_autocast": 1, "_exit_autocast": -1}.get(name)
+# What is in effect around operators: autocast, `torch.vmap`. What that, or `sdpa_kernel`, needs to have is no change.
+_DEPTHS = {
+    "_backend_from_string": 0,
+    "_enter_autocast": 1,
+    "_exit_autocast": -1,
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
+    "lazy_load_decompositions": 0,
+}
+
+
+def changes_mode(node: Node) -> int | None:
+    """1: a node of a captured graph enters autocast or `torch.vmap`, -1: it leaves one, 0: it needs to be there, but
+    changes nothing; None: it does something else.
+    """
+    return _DEPTHS.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
+
+
+class AttentionKernels(NamedTuple):
+    """The kernels that `scaled_dot_product_attention` may take, and all of them by priority."""
+
+    allowed: frozenset[SDPBackend]
+    priority: tuple[int, ...]
+
+    @classmethod
+    def now(cls) -> AttentionKernels:
+        """Those that are set."""
+        return cls(frozenset(_cur_sdpa_kernel_backends()), tuple(map(int, torch._C._get_sdp_priority_order())))
+
+    def behind(self, node: Node) -> AttentionKernels | None:
+        """Those behind a node of a captured graph that sets them (`sdpa_kernel`); None: it does something else."""
+        if node.op != "call_function" or node.target is not _sdpa_kernel:
+            return None
+        named, sets_priority = node.args
+        found = [SDPBackend.__members__[str(name.args[0])] for name in named]  # type: ignore[union-attr]
+        first = [int(backend) for backend in found] if sets_priority else []  # type: ignore[call-overload]
+        return AttentionKernels(frozenset(found), (*first, *(one for one in self.priority if one not in first)))
 
 
 def only_logs(node: Node) -> bool:

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from graphshard.compat.dynamo import changes_autocast, checkpoint_policy, is_wrapper, only_logs, sets_grad_mode
+from graphshard.compat.dynamo import (
+    AttentionKernels,
+    changes_mode,
+    checkpoint_policy,
+    is_wrapper,
+    only_logs,
+    sets_grad_mode,
+)
 from graphshard.compat.tensors import is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.ir import ALIAS, ParamRef, is_call, is_marker
@@ -116,7 +123,8 @@ class _Name(str):
 
 def find_blocks(graph: Graph, params: Mapping[str, ParamRef]) -> list[list[Block]]:
     """Groups of equal blocks; no two blocks share a node. None begins or ends where modes are not what they are around
-    the graph: gradients switched off, autocast. `params`: by the name of the placeholder that holds their shard.
+    the graph: gradients switched off, autocast, `torch.vmap`, `sdpa_kernel`. `params`: by the name of the placeholder
+    that holds their shard.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder" and not only_logs(node)]
     number = {node: place for place, node in enumerate(nodes)}
@@ -164,17 +172,19 @@ def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
     """Nodes that may be in a block, and places before which one may begin or end."""
     found: set[Node] = set()
     edges: set[int] = set()
-    grad = ambient = torch.is_grad_enabled()
-    depth = 0
+    grad, kernels, depth = ambient = torch.is_grad_enabled(), AttentionKernels.now(), 0
     for place, node in enumerate(nodes):
-        if grad == ambient and depth == 0:
+        if (grad, kernels, depth) == ambient:
             edges.add(place)
         value = value_of_captured(node)
         if (enabled := sets_grad_mode(node)) is not None:
             grad = enabled
             found.add(node)
-        elif (change := changes_autocast(node)) is not None:
+        elif (change := changes_mode(node)) is not None:
             depth += change
+            found.add(node)
+        elif (others := kernels.behind(node)) is not None:
+            kernels = others
             found.add(node)
         elif node.op == "get_attr":
             if isinstance(_attribute(node), GraphModule):

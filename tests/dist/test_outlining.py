@@ -15,6 +15,7 @@ import torch
 from test_models import INDUCTOR, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -62,6 +63,23 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.mix(torch.sigmoid(self.gate(x)) * x)
         return x + mixed
+
+
+class Mapped(Block):
+    """Maps a function, as associative scans do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.vmap(lambda row: row.sin() * row.sum())(x))
+
+
+class Attending(Block):
+    """Names the kernels that attention may take, as torchtitan does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(0, 1)[None]
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            found = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return super().forward(found[0].transpose(0, 1).flatten(1))
 
 
 class Mixed(Stack):
@@ -163,6 +181,19 @@ def test_blocks_are_traced_once_where_sizes_change(run: TrainingRun) -> None:
         loss.backward()
         run.observe(loss, model)
     assert run.is_reference or graphshard.report(model).traced_once[0] >= 10  # of numbers, then of symbols
+
+
+@pytest.mark.parametrize("kind", [Mapped, Attending])
+@training_test()
+def test_blocks_in_which_something_is_in_effect_are_traced_once(run: TrainingRun, kind: type[Block]) -> None:
+    torch.manual_seed(0)
+    stack = Stack(0)
+    stack.layers.extend(kind() for _ in range(6))
+    model: Any = run.shard(stack, units=[kind])
+    loss = model(*models.features(0, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).traced_once[0] >= 5
 
 
 class Recycled(Stack):

@@ -174,8 +174,8 @@ OF_GRAPHS = (
     Mutation(
         "a stretch may begin between an operator and what takes its results apart",
         "passes/outline_blocks.py",
-        "if not is_call(nodes[block.start + place], operator.getitem)]",
-        "]",
+        "    return is_call(node, operator.getitem)\n",
+        "    return False\n",
         ("tests/graph/test_outline_blocks.py", "-k", "apart"),
     ),
     Mutation(
@@ -262,6 +262,41 @@ OF_GRAPHS = (
         'return constants.union(graph.find_nodes(op="get_attr"))',
         'return set(graph.find_nodes(op="get_attr"))',
         ("tests/graph/test_stretches.py", "-k", "constant"),
+    ),
+    Mutation(
+        "parts of units begin anywhere between two units",
+        "graphshard/graph/unit_borders.py",
+        "found.append(min(places, key=lambda place: (crossing[place], -place)))",
+        "found.append(places[0])",
+        ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
+        "a block that ends otherwise equals none of its kind",
+        "graphshard/graph/unit_borders.py",
+        "(own for own in found if key[: len(own)] == own)",
+        "(own for own in found if False)",
+        ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
+        "blocks of several kinds in turns are one block",
+        "graphshard/graph/unit_borders.py",
+        "    return covered >= repeat.period * (repeat.count - 1)",
+        "    return False",
+        ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
+        "blocks of several kinds have no seams",
+        "passes/outline_blocks.py",
+        "for parts in equal_parts(kinds, borders, taken, _LEAST_BLOCKS, _LEAST_NODES):",
+        "for parts in ():",
+        ("tests/dist/test_outlining.py", "-k", "many_blocks or planned_launches"),
+    ),
+    Mutation(
+        "a block in which kernels of attention are named begins or ends anywhere",
+        "graphshard/graph/equal_blocks.py",
+        "        elif (others := kernels.behind(node)) is not None:\n            kernels = others\n",
+        "        elif kernels.behind(node) is not None:\n",
+        ("tests/graph/test_block_modes.py",),
     ),
     Mutation(
         "what blocks that were traced once pass on has no gradient",
