@@ -138,7 +138,7 @@ def _with_inner(nodes: Sequence[Node], block: range, first: int) -> list[int]:
     total, grain = elapsed[-1], elapsed[-1] / _STRETCHES
     places = [place for place in range(len(block)) if not _takes_apart(nodes[block.start + place])]
     for number in range(1, _STRETCHES):
-        wanted = (elapsed[first] + number * grain) % total
+        wanted = (elapsed[first] + number * grain) % (total or 1.0)
         near = [place for place in places if abs(elapsed[place] - wanted) <= grain / 3]
         if near:
             chosen.append(min(near, key=lambda place: (crossing[place], abs(elapsed[place] - wanted))))

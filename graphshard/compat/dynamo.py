@@ -163,7 +163,10 @@ class AttentionKernels(NamedTuple):
         if node.op != "call_function" or node.target is not _sdpa_kernel:
             return None
         named, sets_priority = node.args
-        found = [SDPBackend.__members__[str(name.args[0])] for name in named]  # type: ignore[union-attr]
+        names = [name.args[0] for name in named if isinstance(name, Node)]  # type: ignore[union-attr]
+        if not all(name in SDPBackend.__members__ for name in names) or len(names) < len(named):  # type: ignore[arg-type]
+            return None
+        found = [SDPBackend.__members__[str(name)] for name in names]
         first = [int(backend) for backend in found] if sets_priority else []  # type: ignore[call-overload]
         return AttentionKernels(frozenset(found), (*first, *(one for one in self.priority if one not in first)))
 
