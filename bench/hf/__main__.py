@@ -38,17 +38,20 @@ def main() -> int:
         print("bench.hf: transformers is not installed: pip install transformers", file=sys.stderr)
         return 2
     from bench.hf.compared import Asked
-    from bench.hf.models import CASES
+    from bench.hf.models import CASES, DEEP
     from bench.hf.rows import compare
     from bench.hf.timed import TIMES_HEADER, measure_class, memory_of_class, times_cells, times_lines
     from bench.hf.unprepared import every_class, is_class
 
-    names = [case.name for case in CASES]
+    names, deep = ([case.name for case in cases] for cases in (CASES, DEEP))
     parser = argparse.ArgumentParser(
         prog="bench.hf", description="models of transformers, diffusers and peft: are they bitwise?"
     )
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"a class, or some of {', '.join(names)}, which is the default"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"a class, or some of {', '.join(names)}, which is the default, and of {', '.join(deep)}",
     )
     parser.add_argument("--every", action="store_true", help="all classes for text, and for sorting images")
     parser.add_argument("--plan", choices=PLANS, default="fsdp2", help="of graphshard.compile; fsdp2")
@@ -58,8 +61,10 @@ def main() -> int:
     parser.add_argument("--memory", action="store_true", help="memory of steps, likewise")
     parser.add_argument("--details", action="store_true", help="print errors whole, and reports")
     options = parser.parse_args()
-    if unknown := [name for name in options.models if name not in names and not is_class(name)]:
-        parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(names)}, and classes of transformers")
+    if unknown := [name for name in options.models if name not in {*names, *deep} and not is_class(name)]:
+        parser.error(
+            f"no such model: {', '.join(unknown)}; there are {', '.join([*names, *deep])}, and classes of transformers"
+        )
     if options.every and options.models:
         parser.error(f"--every takes all: got {', '.join(options.models)} too")
     chosen = every_class() if options.every else options.models or names

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from bench.hf.models import CASES, Batch, Case
+from bench.hf.models import CASES, DEEP, Batch, Case
 from bench.hf.unprepared import case_of
 from graphshard.testing.compare import ParityError, Where, compare_named, compare_tensors
 from graphshard.testing.parity import check_parity
@@ -72,7 +72,7 @@ class Asked:
 
     @property
     def case(self) -> Case:
-        return next((case for case in CASES if case.name == self.name), None) or case_of(self.name)
+        return next((case for case in (*CASES, *DEEP) if case.name == self.name), None) or case_of(self.name)
 
     def build(self) -> nn.Module:
         return self.case.build(as_shipped=self.as_shipped)

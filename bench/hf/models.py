@@ -236,3 +236,46 @@ CASES = (
     Case("unet", "UNet2DConditionModel", "", _UNET, noise_batch, package="diffusers"),
     Case("sd3", "SD3Transformer2DModel", "", _SD3, joint_batch, package="diffusers"),
 )  # fmt: skip
+
+# With as many layers as show how blocks of several kinds in turns are compiled; only where they are named.
+DEEP = (
+    Case(
+        "jamba-16",
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **_DECODER,
+            **_JAMBA,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 2,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+        },
+        same_path={"use_associative_scan": False, "experts_implementation": "batched_mm"},
+    ),
+    Case(
+        "nemotron-h-16",
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **_GROUPED,
+            "hybrid_override_pattern": "M-M*M-M-M-M*M-M-",
+            "num_hidden_layers": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "ssm_state_size": 8,
+        },
+    ),
+    Case(
+        "lfm2-16",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 16,
+            "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        },
+    ),
+)

@@ -12,6 +12,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+from graphshard.compat.dynamo import modes_kept
 from graphshard.compat.inductor import GraphCompiler
 
 CompileRegion = Callable[[GraphModule, Sequence[Any], GraphCompiler, CustomPartitionerFn], Callable[..., Any]]
@@ -66,7 +67,7 @@ def trace_apart(gm: GraphModule, values: Sequence[Tensor], compile_region: Compi
             )
             for value in values
         ]
-    with tracing(TracingContext(fake_mode)):
+    with tracing(TracingContext(fake_mode)), modes_kept():
         try:
             compile_region(gm, inputs, _stop, _Stop())
         except Exception as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor
+from torch._C._functorch import _vmap_decrement_nesting, maybe_current_level
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
@@ -22,7 +23,7 @@ from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.compat.inductor import copy_graph
@@ -169,6 +170,26 @@ class AttentionKernels(NamedTuple):
         found = [SDPBackend.__members__[str(name)] for name in names]
         first = [int(backend) for backend in found] if sets_priority else []  # type: ignore[call-overload]
         return AttentionKernels(frozenset(found), (*first, *(one for one in self.priority if one not in first)))
+
+
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """Behind it that is in effect which was in front of it, even if what runs inside fails between entering a mode and
+    leaving it.
+    """
+    level = maybe_current_level() or 0
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+        stack.enter_context(sdpa_kernel(_cur_sdpa_kernel_backends(with_priority=True), set_priority=True))
+        accelerator = torch.accelerator.current_accelerator()
+        for device in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        try:
+            yield
+        finally:
+            while (maybe_current_level() or 0) > level:
+                _vmap_decrement_nesting()
 
 
 def only_logs(node: Node) -> bool:

@@ -137,12 +137,14 @@ def find_blocks(graph: Graph, params: Mapping[str, ParamRef]) -> list[list[Block
     sizes = [*map(_size, nodes)]
     of_units = equal_parts(items, borders, set(), _LEAST_BLOCKS, _LEAST_NODES, sizes)
     parts: list[range] = []
+    taken: set[int] = set()
     for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
         if sum(sizes[repeat.first : repeat.first + repeat.period]) < _LEAST_NODES:
             continue
         if not is_of_units(repeat, borders, of_units):
-            parts += _cut(nodes, number, items, edges, repeat)
-    taken = {place for part in parts for place in part}
+            own = [part for part in _cut(nodes, number, items, edges, repeat) if taken.isdisjoint(part)]
+            taken.update(place for part in own for place in part)
+            parts += own
     for equal in equal_parts(items, borders, taken, _LEAST_BLOCKS, _LEAST_NODES, sizes):
         parts += [part for part in equal if _ends_at(part, edges, len(nodes))]
     found: dict[tuple[str, ...], list[Block]] = {}

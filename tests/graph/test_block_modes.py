@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
 from torch.fx import Graph, GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import AttentionKernels
+from graphshard.compat.inductor import compile_region_aot
 from graphshard.graph.equal_blocks import find_blocks
 
 DIM, LAYERS = 8, 6
@@ -34,7 +39,7 @@ class Naming(nn.Module):
         return x * y
 
 
-def captured(model: nn.Module, *args: Tensor) -> Graph:
+def captured(model: Callable[..., Any], *args: Tensor) -> Graph:
     found: list[GraphModule] = []
 
     def keep(gm: GraphModule, _: Any) -> Any:
@@ -70,7 +75,7 @@ def test_kernels_of_attention_are_read_off_a_graph_as_they_are_set() -> None:
             return x.cos()
 
     kernels = around = AttentionKernels.now()
-    for node in captured(attend, torch.randn(2)).nodes:  # type: ignore[arg-type]
+    for node in captured(attend, torch.randn(2)).nodes:
         if (others := kernels.behind(node)) is not None:
             kernels = others
             seen.append(kernels)
@@ -83,3 +88,28 @@ def test_kernels_of_attention_are_read_off_a_graph_as_they_are_set() -> None:
             expected.append(AttentionKernels.now())
         expected.append(around)
     assert seen == expected
+
+
+def fails() -> None:
+    raise ValueError("a part that cannot be traced")
+
+
+def test_a_block_that_cannot_be_traced_leaves_what_it_has_entered() -> None:
+    def work(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return torch.vmap(torch.sin)(x)
+
+    graph = captured(work, torch.randn(3, 2))
+    end = next(node for node in graph.nodes if "_vmap_decrement_nesting" in str(node.target))
+    with graph.inserting_before(end):
+        graph.call_function(fails)
+    values = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
+
+    def in_effect() -> tuple[Any, ...]:
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return AttentionKernels.now(), autocast, torch.is_grad_enabled(), maybe_current_level()
+
+    before = in_effect()
+    with pytest.raises(ValueError, match="cannot be traced"):
+        trace_apart(GraphModule({}, graph), values, compile_region_aot)
+    assert in_effect() == before
