@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from graphshard.graph.ir import PassContext, is_call, is_constant, is_marker, shard_placeholder, unshards
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.stretches import looks_up_seed
-from graphshard.graph.unit_borders import Read, crossings, equal_parts, is_of_units, unit_borders
+from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
 # Fewer or shorter blocks are not worth it.
 _LEAST_BLOCKS = 4
@@ -69,7 +69,7 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     begins = {nodes[own.first]: nodes[before.last] for before, own in pairwise(reads) if before.unit != own.unit}
     found, taken = [], set[int]()
     for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
-        if is_of_units(repeat, borders, of_units):
+        if has_equal_parts(repeat, of_units):
             continue
         seams = _seams(nodes, repeat, begins, ctx.direction == "backward")
         end = repeat.end

@@ -29,7 +29,7 @@ from graphshard.compat.tensors import is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
 from graphshard.graph.ir import ALIAS, ParamRef, is_call, is_marker
 from graphshard.graph.repeats import Repeat, find_repeats
-from graphshard.graph.unit_borders import Read, crossings, equal_parts, is_of_units, unit_borders
+from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
 # Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks.
 _LEAST_BLOCKS = 4
@@ -141,7 +141,7 @@ def find_blocks(graph: Graph, params: Mapping[str, ParamRef]) -> list[list[Block
     for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
         if sum(sizes[repeat.first : repeat.first + repeat.period]) < _LEAST_NODES:
             continue
-        if not is_of_units(repeat, borders, of_units):
+        if not has_equal_parts(repeat, of_units):
             own = [part for part in _cut(nodes, number, items, edges, repeat) if taken.isdisjoint(part)]
             taken.update(place for part in own for place in part)
             parts += own

@@ -88,10 +88,12 @@ def equal_parts(
     return [own for own in found.values() if len(own) >= least_count]
 
 
-def is_of_units(repeat: Repeat, borders: Sequence[int], parts: Sequence[Sequence[range]]) -> bool:
-    """Whether what repeats is several parts, all of which have equal ones."""
-    inside = range(repeat.first, repeat.end)
-    if sum(border - repeat.period in inside and border in inside for border in borders) < 2 * (repeat.count - 1):
+def has_equal_parts(repeat: Repeat, parts: Sequence[Sequence[range]]) -> bool:
+    """Whether what repeats is parts some of which are equal, as of several layers; else it is one block, though it may
+    be of several units. `parts`: groups of equal ones.
+    """
+    inside, one = range(repeat.first, repeat.end), range(repeat.first + repeat.period, repeat.first + 2 * repeat.period)
+    if not any(sum(part.start in one for part in own) > 1 for own in parts):
         return False
     covered = sum(len(part) for own in parts for part in own if part.start in inside)
     return covered >= repeat.period * (repeat.count - 1)

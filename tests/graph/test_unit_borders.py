@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 from graphshard.graph.repeats import find_repeats
-from graphshard.graph.unit_borders import Read, crossings, equal_parts, is_of_units, unit_borders
+from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
 BLOCKS = {"a": "embdx", "b": "normmix", "c": "wxyz"}
 LEAST = 3
@@ -47,12 +47,12 @@ def test_places_that_are_taken_and_short_parts_are_left_out() -> None:
     assert [len(parts) for parts in equal_parts(items, borders, set(), LEAST, 9, [2] * len(items))] == [3]
 
 
-@pytest.mark.parametrize(("kinds", "expected"), [("abababab", True), ("aaaa", False)])
-def test_a_repeat_of_several_units_is_told_from_one_of_one(kinds: str, expected: bool) -> None:
+@pytest.mark.parametrize(("kinds", "expected"), [("aabaabaabaab", True), ("abababab", False), ("aaaa", False)])
+def test_a_repeat_of_equal_parts_is_told_from_one_block_of_several_units(kinds: str, expected: bool) -> None:
     items, borders = laid_out(kinds)
     (repeat,) = find_repeats(items, 4, 4)
-    assert is_of_units(repeat, borders, equal_parts(items, borders, set(), 4, 1)) is expected
-    assert not is_of_units(repeat, borders, [])  # that have no equal ones
+    assert has_equal_parts(repeat, equal_parts(items, borders, set(), 4, 1)) is expected
+    assert not has_equal_parts(repeat, [])
 
 
 def test_a_part_begins_where_the_least_goes_across_and_fits() -> None:
