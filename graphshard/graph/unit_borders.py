@@ -89,11 +89,14 @@ def equal_parts(
 
 
 def has_equal_parts(repeat: Repeat, parts: Sequence[Sequence[range]]) -> bool:
-    """Whether what repeats is parts some of which are equal, as of several layers; else it is one block, though it may
-    be of several units. `parts`: groups of equal ones.
+    """Whether what repeats is parts that equal each other, as of several layers, or some elsewhere; else it is
+    one block, though it may be of several units. `parts`: groups of equal ones.
     """
-    inside, one = range(repeat.first, repeat.end), range(repeat.first + repeat.period, repeat.first + 2 * repeat.period)
-    if not any(sum(part.start in one for part in own) > 1 for own in parts):
+    first, period, end = repeat.first, repeat.period, repeat.end
+    one, near = range(first + period, first + 2 * period), range(first - period, end + period)
+    starts = [[part.start for part in own] for own in parts]
+    within = [own for own in starts if any(start in one for start in own)]
+    if not any(sum(start in one for start in own) > 1 or any(start not in near for start in own) for own in within):
         return False
-    covered = sum(len(part) for own in parts for part in own if part.start in inside)
+    covered = sum(len(part) for own in parts for part in own if first <= part.start < end)
     return covered >= repeat.period * (repeat.count - 1)

@@ -47,7 +47,9 @@ def test_places_that_are_taken_and_short_parts_are_left_out() -> None:
     assert [len(parts) for parts in equal_parts(items, borders, set(), LEAST, 9, [2] * len(items))] == [3]
 
 
-@pytest.mark.parametrize(("kinds", "expected"), [("aabaabaabaab", True), ("abababab", False), ("aaaa", False)])
+@pytest.mark.parametrize(
+    ("kinds", "expected"), [("aabaabaabaab", True), ("abcabababab", True), ("abababab", False), ("aaaa", False)]
+)
 def test_a_repeat_of_equal_parts_is_told_from_one_block_of_several_units(kinds: str, expected: bool) -> None:
     items, borders = laid_out(kinds)
     (repeat,) = find_repeats(items, 4, 4)
