@@ -9,10 +9,12 @@ import pytest
 import torch
 from test_across_regions import BITWISE, train
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import graphshard
+from graphshard.runtime.engine import Engine
 from graphshard.testing import TrainingRun, training_test
 
 LIMIT = 2
@@ -56,6 +58,7 @@ def test_breaks_in_modules_of_many_classes_stay_below_the_recompile_limit(run: T
     if not run.is_reference:
         report = graphshard.report(model)
         assert report.regions == 2 * (LIMIT + 2) and not report.captured_again, report
+        assert not _debug_get_cache_entry_list(Engine.call.__code__)  # torch would warn of its limit, too
 
 
 @training_test(tolerance=BITWISE)
@@ -66,3 +69,4 @@ def test_breaks_in_methods_of_many_classes_stay_below_the_recompile_limit(run: T
     if not run.is_reference:
         report = graphshard.report(model)
         assert report.regions == 2 * (LIMIT + 2) and not report.captured_again, report
+        assert not _debug_get_cache_entry_list(Engine.call_method.__code__)  # torch would warn of its limit, too
