@@ -28,8 +28,10 @@ from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.stretches import looks_up_seed
 from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
-# Fewer or shorter blocks are not worth it.
-_LEAST_BLOCKS = 4
+# Fewer or shorter blocks are not worth it. What repeats so seldom may be less than a block: an own part of each unit is
+# not.
+_LEAST_REPEATS = 4
+_LEAST_BLOCKS = 3
 _LEAST_NODES = 3
 # A block is cut into so many stretches of about the same time.
 _STRETCHES = 2
@@ -64,11 +66,12 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
     kinds = [_kind(node) for node in nodes]
     number = {node: place for place, node in enumerate(nodes)}
     reads = _reads(graph, ctx, number)
-    borders = unit_borders(reads, crossings(nodes, number, _elements), lambda place: not _takes_apart(nodes[place]))
-    of_units = equal_parts(kinds, borders, set(), _LEAST_BLOCKS, _LEAST_NODES)
+    crossing = crossings(nodes, number, _elements)
+    borders = unit_borders(reads, crossing, lambda place: not _takes_apart(nodes[place]), kinds)
+    of_units = equal_parts(kinds, borders, set(), _LEAST_REPEATS, _LEAST_NODES)
     begins = {nodes[own.first]: nodes[before.last] for before, own in pairwise(reads) if before.unit != own.unit}
     found, taken = [], set[int]()
-    for repeat in find_repeats(kinds, _LEAST_BLOCKS, _LEAST_NODES):
+    for repeat in find_repeats(kinds, _LEAST_REPEATS, _LEAST_NODES):
         if has_equal_parts(repeat, of_units):
             continue
         seams = _seams(nodes, repeat, begins, ctx.direction == "backward")

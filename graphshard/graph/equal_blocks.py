@@ -31,8 +31,10 @@ from graphshard.graph.ir import ALIAS, ParamRef, is_call, is_marker
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
-# Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks.
-_LEAST_BLOCKS = 4
+# Fewer or shorter blocks are not worth it: a body is traced in the time of about two blocks. What repeats so seldom may
+# be less than a block: an own part of each unit is not.
+_LEAST_REPEATS = 4
+_LEAST_BLOCKS = 3
 _LEAST_NODES = 4
 _SIZES = (int, torch.SymInt)
 
@@ -133,12 +135,12 @@ def find_blocks(graph: Graph, params: Mapping[str, ParamRef]) -> list[list[Block
     items = [_item(node) if node in fit else number[node] for node in nodes]
     edges = {place for place in edges if not _takes_apart(nodes[place])}
     crossing = crossings(nodes, number, lambda node: 1)
-    borders = unit_borders(_reads(graph, number, params), crossing, edges.__contains__)
+    borders = unit_borders(_reads(graph, number, params), crossing, edges.__contains__, items)
     sizes = [*map(_size, nodes)]
-    of_units = equal_parts(items, borders, set(), _LEAST_BLOCKS, _LEAST_NODES, sizes)
+    of_units = equal_parts(items, borders, set(), _LEAST_REPEATS, _LEAST_NODES, sizes)
     parts: list[range] = []
     taken: set[int] = set()
-    for repeat in find_repeats(items, _LEAST_BLOCKS, 1):
+    for repeat in find_repeats(items, _LEAST_REPEATS, 1):
         if sum(sizes[repeat.first : repeat.first + repeat.period]) < _LEAST_NODES:
             continue
         if not has_equal_parts(repeat, of_units):

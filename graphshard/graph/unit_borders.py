@@ -22,24 +22,41 @@ class Read(NamedTuple):
     unit: str
 
 
-def unit_borders(reads: Sequence[Read], crossing: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
+def unit_borders(
+    reads: Sequence[Read], crossing: Sequence[int], fits: Callable[[int], bool], items: Sequence[Hashable]
+) -> list[int]:
     """The first node of each unit's part: between the last read of the unit before and the first one of its own, where
-    the least goes across.
+    the least goes across. Parts that do the same from their first read to the last one begin alike.
 
     Args:
         reads: of all parameters, in the order of `first`.
         crossing: for each place, how much is computed in front of it and read behind it.
         fits: whether a part may begin at a place.
+        items: what nodes do.
     """
     parts = [[*own] for _, own in groupby(reads, key=lambda read: read.unit)]
+    firsts = [*(own[0].first for own in parts), len(items)]
+    lasts = [
+        min(max(read.last for read in own), following - 1) for own, following in zip(parts, firsts[1:], strict=True)
+    ]
+    alike: dict[tuple[Hashable, ...], list[range]] = {}
+    for before, first, last in zip(lasts, firsts[1:], lasts[1:], strict=False):
+        alike.setdefault(tuple(items[first : last + 1]), []).append(range(before + 1, first + 1))
     found = []
-    for own, following in pairwise(parts):
-        end = following[0].first
-        begin = min(max(read.last for read in own), end - 1) + 1
-        if places := [place for place in range(begin, end + 1) if fits(place)]:
+    for gaps in alike.values():
+        shifts = [shift for shift in range(_alike_in_front(items, gaps)) if all(fits(gap[-1] - shift) for gap in gaps)]
+        if shifts:
             # Of places that are as good, the last: a part begins with what it reads.
-            found.append(min(places, key=lambda place: (crossing[place], -place)))
-    return found
+            shift = min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in gaps), shift))
+            found += [gap[-1] - shift for gap in gaps]
+    return sorted(found)
+
+
+def _alike_in_front(items: Sequence[Hashable], gaps: Sequence[range]) -> int:
+    """How many places at the end of all `gaps` have the same between them and that end."""
+    most = min(map(len, gaps))
+    differs = (back for back in range(1, most) if len({items[gap[-1] - back] for gap in gaps}) > 1)
+    return next(differs, most)
 
 
 def crossings(nodes: Sequence[Node], number: Mapping[Node, int], size: Callable[[Node], int]) -> list[int]:
@@ -76,16 +93,48 @@ def equal_parts(
         least_size: of a part.
         sizes: of the items; None: each is 1.
     """
+    number: dict[Hashable, int] = {}
+    numbers = [number.setdefault(item, len(number)) for item in items]
     parts = [range(begin, end) for begin, end in pairwise([*borders, len(items)])]
-    keys = [tuple(items[place] for place in part) for part in parts]
-    long = (sum(sizes[part.start : part.stop]) if sizes is not None else len(part) for part in parts)
-    counts = Counter(key for key, size in zip(keys, long, strict=True) if size >= least_size)
-    found: dict[tuple[Hashable, ...], list[range]] = {key: [] for key, _ in counts.most_common()}
+    keys = [tuple(numbers[part.start : part.stop]) for part in parts]
+    size_of = {
+        key: len(key) if sizes is None else sum(sizes[part.start : part.stop])
+        for key, part in zip(keys, parts, strict=True)
+    }
+    kind_of = _kinds(keys, lambda key, count: count >= least_count and size_of[key] >= least_size)
+    found: dict[tuple[int, ...], list[range]] = {}
     for part, key in zip(parts, keys, strict=True):
-        kind = key if counts[key] >= least_count else next((own for own in found if key[: len(own)] == own), None)
+        kind = kind_of[key]
         if kind is not None and taken.isdisjoint(own := part[: len(kind)]):
-            found[kind].append(own)
+            found.setdefault(kind, []).append(own)
     return [own for own in found.values() if len(own) >= least_count]
+
+
+def _kinds(
+    keys: Sequence[tuple[int, ...]], counts_as: Callable[[tuple[int, ...], int], bool]
+) -> dict[tuple[int, ...], tuple[int, ...] | None]:
+    """For each key, itself or another one that it begins as: that of which equal parts cover most, if any `counts_as`
+    a kind, with the number of keys that begin so.
+    """
+    counts = Counter(keys)
+    begins: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    total: Counter[tuple[int, ...]] = Counter()
+    chain: list[tuple[int, ...]] = []
+    for key in sorted(counts):  # what begins as a key comes right behind it
+        while chain and key[: len(chain[-1])] != chain[-1]:
+            chain.pop()
+        chain.append(key)
+        begins[key] = [*chain]
+        for begin in chain:
+            total[begin] += counts[key]
+    return {
+        key: max(
+            (begin for begin in begins[key] if counts_as(begin, total[begin])),
+            key=lambda begin: (total[begin] - 1) * len(begin),
+            default=None,
+        )
+        for key in counts
+    }
 
 
 def has_equal_parts(repeat: Repeat, parts: Sequence[Sequence[range]]) -> bool:

@@ -128,6 +128,16 @@ def test_blocks_of_several_kinds_are_traced_once_each(run: TrainingRun) -> None:
     assert run.is_reference or graphshard.report(model).traced_once[0] >= 2 * (len(KINDS) - 2)
 
 
+@training_test()
+def test_three_equal_units_are_traced_once_wherever_they_stand(run: TrainingRun) -> None:
+    torch.manual_seed(0)
+    model: Any = run.shard(Mixed("gbgbb", checkpointed=run.rank == 0), units=[Block, Gated])
+    loss = model(*models.growing_features(0, run.rank)).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).traced_once == (3, 1)
+
+
 @training_test(backends=("inductor",), tolerance=INDUCTOR)
 def test_outlined_blocks_accumulate(run: TrainingRun) -> None:
     torch.manual_seed(0)

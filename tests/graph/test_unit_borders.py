@@ -60,11 +60,34 @@ def test_a_repeat_of_equal_parts_is_told_from_one_block_of_several_units(kinds: 
 def test_a_part_begins_where_the_least_goes_across_and_fits() -> None:
     reads = [Read(1, 2, "first"), Read(3, 3, "first"), Read(8, 8, "second")]
     crossing = [0, 1, 1, 2, 2, 1, 1, 2, 2]
-    assert unit_borders(reads, crossing, lambda place: True) == [6]
-    assert unit_borders(reads, crossing, lambda place: place != 6) == [5]
-    assert unit_borders(reads, crossing, lambda place: place > 8) == []
+    items = "embed,+nw"
+    assert unit_borders(reads, crossing, lambda place: True, items) == [6]
+    assert unit_borders(reads, crossing, lambda place: place != 6, items) == [5]
+    assert unit_borders(reads, crossing, lambda place: place > 8, items) == []
+    assert unit_borders([], crossing, lambda place: True, items) == []
     # One that is read until behind the next unit's first read.
-    assert unit_borders([Read(1, 9, "first"), Read(8, 8, "second")], crossing, lambda place: True) == [8]
+    assert unit_borders([Read(1, 9, "first"), Read(8, 8, "second")], crossing, lambda place: True, items) == [8]
+
+
+def test_parts_that_read_alike_begin_alike() -> None:
+    # First a prologue across which less goes, then a sum that one of the layers has behind it.
+    items = "embed" + "mask" + "nWx" + "+" + "nWx" + "+" + "nWx"
+    starts = [place for place, item in enumerate(items) if item == "W"]
+    reads = [Read(0, 4, "embed"), *(Read(place, place, f"{place}") for place in starts)]
+    crossing = [3] * len(items)
+    for place in (5, starts[1] - 2, starts[2] - 1):
+        crossing[place] = 1
+    borders = unit_borders(reads, crossing, lambda place: True, items)
+    assert borders == [start - 1 for start in starts]
+    assert equal_parts(items, borders, set(), LEAST, 1) == [[range(9, 12), range(13, 16), range(17, 20)]]
+    # One that does something else begins where the least goes across.
+    others = items.replace("W", "V", 1)
+    assert unit_borders(reads, crossing, lambda place: True, others) == [5, *(start - 1 for start in starts[1:])]
+
+
+def test_of_kinds_as_frequent_the_shortest_is_what_others_begin_as() -> None:
+    items = "abcde" + "abc" + "abcd"
+    assert equal_parts(items, [0, 5, 8], set(), LEAST, 1) == [[range(3), range(5, 8), range(8, 11)]]
 
 
 def test_crossings_count_what_is_read_behind() -> None:

@@ -266,15 +266,22 @@ OF_GRAPHS = (
     Mutation(
         "parts of units begin anywhere between two units",
         "graphshard/graph/unit_borders.py",
-        "found.append(min(places, key=lambda place: (crossing[place], -place)))",
-        "found.append(places[0])",
+        "min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in gaps), shift))",
+        "shifts[-1]",
         ("tests/graph/test_unit_borders.py",),
     ),
     Mutation(
         "a block that ends otherwise equals none of its kind",
         "graphshard/graph/unit_borders.py",
-        "(own for own in found if key[: len(own)] == own)",
-        "(own for own in found if False)",
+        "begins[key] = [*chain]",
+        "begins[key] = [key]",
+        ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
+        "equal parts of units begin each where it is best for them alone",
+        "graphshard/graph/unit_borders.py",
+        "alike.setdefault(tuple(items[first : last + 1]), [])",
+        "alike.setdefault((first,), [])",
         ("tests/graph/test_unit_borders.py",),
     ),
     Mutation(
@@ -283,6 +290,13 @@ OF_GRAPHS = (
         "    return covered >= repeat.period * (repeat.count - 1)",
         "    return False",
         ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
+        "three equal blocks are traced one by one",
+        "graphshard/graph/equal_blocks.py",
+        "_LEAST_BLOCKS = 3",
+        "_LEAST_BLOCKS = 4",
+        ("tests/dist/test_outlining.py", "-k", "three"),
     ),
     Mutation(
         "blocks of several kinds have no seams",
