@@ -33,7 +33,7 @@ from graphshard.fsdp2.sharding_arguments import (
 )
 from graphshard.lowering.driver import check_environment, shared_environment
 from graphshard.plan_file import Plan, write_plan
-from graphshard.planning.options import PLANS, make_planning
+from graphshard.planning.options import PLANS, check_plan, make_planning
 from graphshard.planning.planned_programs import planned_so_far
 from graphshard.reporting.report import Report
 from graphshard.runtime.backend import BACKENDS
@@ -77,12 +77,13 @@ def compile(
             it is.
         mesh: data-parallel mesh, 1-D, or 2-D for hybrid sharding (copies, shards); None for an annotated model, or for
             one axis over all ranks.
-        strategy: ``"fully_shard"``; ``"replicate"``: parameters are whole on every rank, gradients all-reduced.
+        strategy: of a plain model; with ``"replicate"`` parameters are whole on every rank, gradients all-reduced.
         units: FQNs, classes or modules to shard as units, instead of those that `find_units` finds; the
             root is always one.
         reshard_after_forward: frees gathered parameters after forward and gathers them again in backward; an int
             keeps them sharded over that many ranks meanwhile; ``"auto"``: the plan decides for each unit; None: so it
-            does for a plain model with ``plan="auto"``, else frees all but the root's.
+            does for a plain model with ``plan="auto"``, else frees all but the root's. Of an annotated model only
+            ``"auto"`` is taken, and decides in the place of its annotation.
         mp_policy: dtypes of gathered parameters, reductions, inputs and outputs.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
@@ -96,9 +97,10 @@ def compile(
             order, prefetched one unit ahead; the path of a ``.json`` file that `save_plan` wrote, or what `load_plan`
             made of it: the plans in it, exactly; a program that it lacks is planned, and noted in the report.
         memory_budget: most that one program may allocate, its arguments included: bytes, or, as a float, a share in
-            (0, 1] of a rank's memory; None: as much as FSDP2's plan would, or as a plan file says.
+            (0, 1] of a rank's memory; None: as much as FSDP2's plan would, or as a plan file says. Gradients that are
+            to stay unreduced are reduced where they would not fit it. Not with ``plan="fsdp2"``.
         hardware: that plans are made for: a name of the hardware table, or the path of a file that
-            ``python -m graphshard.calibrate`` wrote; None: that of the device.
+            ``python -m graphshard.calibrate`` wrote; None: that of the device, ``"h100"`` for one that has no row.
         strict: makes an error of calls that would run in eager FSDP2 with a warning.
         deadline_s: most seconds that a launch or wait of a collective may take, before the process ends and says which
             ranks are missing; None: a little less than the process group's time-out.
@@ -110,8 +112,9 @@ def compile(
         `model`.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
-        ValueError: an argument is not one of those above, or contradicts the annotation.
+        TypeError: `model` is no `nn.Module`, or an argument is of another type than those above.
+        ValueError: an argument is not one of those above, or contradicts the annotation; a parameter cannot be sharded.
+        NotImplementedError: nor can one that is not contiguous, or would be uneven in another dim than 0.
         RuntimeError: torch's version is not supported, no process group is there, or `model` is compiled already.
 
     Calls of the model raise `PlanMismatch` where a plan that was given is for another program, `BudgetTooSmall` where
@@ -121,7 +124,7 @@ def compile(
     """
     check_torch_version()
     _check_arguments(model, strategy, backend, regions)
-    _check_plan(plan)
+    check_plan(plan)
     check_deadline(deadline_s)
     check_compare_every(compare_every)
     _check_types(
@@ -156,7 +159,7 @@ def compile(
     if auto and strategy == "fully_shard":
         sharding["reshard_after_forward"] = None
     if annotated:
-        _check_annotated(model, mesh, sharding)
+        _check_annotated(model, mesh, strategy, sharding)
         have = fsdp2.annotation_mesh(model)
         kind = "cpu" if have is None else have.device_type
     else:
@@ -186,7 +189,7 @@ def compile(
     said = [] if annotated or mesh is None else _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     engine.context.report.units = said
-    note_surroundings(model, annotated, engine.context.report)
+    note_surroundings(model, annotated, kind if hardware is None else "", engine.context.report)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     shape = (f"backend {backend}, regions {regions}, strategy {strategy}", shared_environment())
     settings = (*shape, *compares, *planning.settings)
@@ -210,14 +213,6 @@ def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str
             "compile: got no process group, want one; call torch.distributed.init_process_group first "
             "(torchrun sets its environment)"
         )
-
-
-def _check_plan(plan: object) -> None:
-    want = f"want one of {', '.join(map(repr, PLANS))}, the path of a .json file, or a graphshard.Plan"
-    if not isinstance(plan, (str, os.PathLike, Plan)):
-        raise TypeError(f"compile: plan: got {type(plan).__name__}, {want}")
-    if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
-        raise ValueError(f"compile: plan: got {plan!r}, {want}")
 
 
 _TYPES: dict[str, Any] = {
@@ -246,11 +241,16 @@ def _check_types(**arguments: object) -> None:
             raise TypeError(f"compile: ignored_params: got {param!r:.80} in the set, want parameters themselves")
 
 
-def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, sharding: dict[str, Any]) -> None:
+def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, strategy: str, sharding: dict[str, Any]) -> None:
     have = fsdp2.annotation_mesh(model)
     check(fsdp2.refused_shards(model))
     if mesh is not None and have is not None and mesh != have:
         raise ValueError(f"compile: mesh: got {mesh}, but the model is annotated with {have}; leave `mesh` out")
+    if strategy == "replicate" and any(unit.group_name for unit in fsdp2.sharded_units(model)):
+        raise ValueError(
+            "compile: strategy: got 'replicate', but fully_shard has sharded the model; annotate it by torch's "
+            "replicate, or compile the plain model"
+        )
     if given := [name for name, value in sharding.items() if value is not None]:
         raise ValueError(
             f"compile: {given[0]}: the model is annotated already; give it to fully_shard, or compile the plain model"

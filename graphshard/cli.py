@@ -3,8 +3,8 @@
     graphshard plan show FILE              buckets, launches, waits and predictions of each program
     graphshard plan diff A B               what differs; exit status 1 if anything does
     graphshard plan check FILE             whether the file contradicts itself
-    graphshard plan --model M              plans a model (see `graphshard plan --help`)
-    graphshard hardware                    the hardware table and its sources
+    graphshard plan --model M              plans a model (see `graphshard plan --model M --help`)
+    graphshard hardware [NAME]             the hardware table and its sources
     graphshard doctor MODULE:FUNCTION      what of a model is handled specially, runs in eager, or is refused
     graphshard diagnose DIR                what happened when a rank hung or died, from the dumps of the ranks
     graphshard --version                   graphshard's version, and those of what it runs on
@@ -67,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version(), help="print versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "read, compare and check plan files, or, with --model MODULE:FACTORY, plan a model"
+    text = (
+        "read, compare and check plan files, or plan a model: --model, a name or MODULE:FUNCTION, "
+        "whose other arguments `graphshard plan --model M --help` lists"
+    )
     plan = commands.add_parser("plan", help=text, description=text)
     parts = plan.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, text, files) in _PLAN_COMMANDS.items():

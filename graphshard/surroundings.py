@@ -20,6 +20,7 @@ from graphshard.compat.dynamo import is_compiled_module
 from graphshard.compat.interpreter import living
 from graphshard.compat.modules import is_compiled_in_place, own_parameters
 from graphshard.fsdp2.sharding_arguments import Refusal
+from graphshard.planning.options import OTHERS, device_without_row
 from graphshard.reporting.report import Report
 
 
@@ -92,14 +93,20 @@ def _holders(names: dict[int, str]) -> list[tuple[str, list[str]]]:
     return [(type(optimizer).__name__, found) for optimizer, found in held if found]
 
 
-def note_surroundings(model: nn.Module, annotated: bool, report: Report) -> None:
+def note_surroundings(model: nn.Module, annotated: bool, planned_for: str, report: Report) -> None:
     """Notes what is around a model that will be compiled, and may not be meant.
 
     Args:
         model: plain, or annotated.
         annotated: whether it was so when the user brought it.
+        planned_for: type of the device whose row of the hardware table plans are made for; ``""``: users named one.
         report: of the model.
     """
+    if device := device_without_row(planned_for):
+        report.note_once(
+            f"hardware: plans are made for {OTHERS}, since the table has no row for {device}: measure one by "
+            f"`python -m graphshard.calibrate --merge {OTHERS} --out here.json`, and give its path as hardware="
+        )
     for name, known in env.unknown().items():
         report.note_once(f"{name} is ignored: graphshard has no variable of this name, but {known}")
     if own := [name for name, module in model.named_modules() if is_compiled_in_place(module)]:

@@ -19,6 +19,8 @@ from graphshard.planning.planning import Planning
 
 PLANS = ("auto", "fsdp2")
 _ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+# The row for all that the table lacks.
+OTHERS = "h100"
 
 
 def make_planning(
@@ -69,12 +71,36 @@ def make_planning(
     return Planning(scene(stored.mode), stored.mode, budget_bytes, keeps, stored=stored, stored_in=stored_in)
 
 
+def check_plan(plan: object) -> None:
+    """Refuses what cannot be a plan.
+
+    Raises:
+        TypeError: it is neither text, nor a path, nor plans.
+        ValueError: it is other text.
+    """
+    want = f"want one of {', '.join(map(repr, PLANS))}, the path of a .json file, or a graphshard.Plan"
+    if not isinstance(plan, (str, os.PathLike, Plan)):
+        raise TypeError(f"compile: plan: got {type(plan).__name__}, {want}")
+    if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
+        raise ValueError(f"compile: plan: got {plan!r}, {want}")
+
+
 def detect_hardware(device_type: str) -> str:
-    """The row of the hardware table for the device that this process runs on: ``"h100"`` for one that it lacks."""
+    """The row of the hardware table for the device that this process runs on: `OTHERS` for one that it lacks."""
     if device_type == "cpu":
         return "cpu-gloo"
-    name = torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else ""
-    return next((row for part, row in _ACCELERATORS.items() if part in name), "h100")
+    name = _device_name(device_type)
+    return next((row for part, row in _ACCELERATORS.items() if part in name), OTHERS)
+
+
+def device_without_row(device_type: str) -> str:
+    """The name of the device that this process runs on, if the hardware table lacks it; else ``""``."""
+    name = _device_name(device_type)
+    return "" if any(part in name for part in _ACCELERATORS) else name
+
+
+def _device_name(device_type: str) -> str:
+    return torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else ""
 
 
 def _budget_bytes(memory_budget: int | float, memory_bytes: int) -> int:

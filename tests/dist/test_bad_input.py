@@ -112,6 +112,8 @@ def meshes() -> None:
         graphshard.compile(annotated, init_device_mesh("cpu", (1, 2)))
     with refused(ValueError, "reshard_after_forward: the model is annotated already"):
         graphshard.compile(annotated, reshard_after_forward=True)
+    with refused(ValueError, "strategy: got 'replicate', but fully_shard has sharded the model"):
+        graphshard.compile(annotated, strategy="replicate")
 
 
 def test_meshes(two_ranks: WorkerPool) -> None:

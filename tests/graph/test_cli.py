@@ -178,6 +178,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_help_of_plan_says_where_that_of_planned_models_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = ran(capsys, "plan", "--help")
+    assert status == 0
+    assert "`graphshard plan --model M --help`" in " ".join(out.split())
+    status, out, _ = ran(capsys, "plan", "--model", "llama3-8b", "--help")
+    assert status == 0
+    assert "--checkpointing" in out
+
+
 def test_module_runs_as_the_command(files: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "plan", "diff", "a.json", "b.json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})

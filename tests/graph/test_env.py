@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from graphshard import env
@@ -18,9 +19,19 @@ def test_a_misspelt_variable_is_noted_with_what_it_may_mean(monkeypatch: pytest.
     monkeypatch.setenv("GRAPHSHARD_VERFIY", "2")
     monkeypatch.setenv("GRAPHSHARD_VERIFY", "1")
     report = Report()
-    note_surroundings(nn.Linear(1, 1), False, report)
+    note_surroundings(nn.Linear(1, 1), False, "", report)
     (line,) = report.notes
     assert line == "GRAPHSHARD_VERFIY is ignored: graphshard has no variable of this name, but GRAPHSHARD_VERIFY"
+
+
+@pytest.mark.parametrize(("device", "said"), [("NVIDIA L40S", True), ("NVIDIA H200", False)])
+def test_a_gpu_without_a_row_is_noted(device: str, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    for planned_for, is_noted in (("cuda", said), ("cpu", False), ("", False)):
+        report = Report()
+        note_surroundings(nn.Linear(1, 1), False, planned_for, report)
+        assert [f"no row for {device}: " in line for line in report.notes] == [True] * is_noted
 
 
 def test_a_name_like_no_other_is_noted_with_all_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
