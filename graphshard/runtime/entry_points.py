@@ -19,6 +19,7 @@ from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed, capture_settings
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
+from graphshard.compat.recorded_outputs import register_recorders
 from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
@@ -83,6 +84,7 @@ class EntryPoints:
         """
         children = self._children_now()
         if not self._modules or len(children) != len(self._children) or any(map(is_not, children, self._children)):
+            register_recorders(self._model)
             self._modules = list(self._model.modules())
             opens = (module for module in self._modules if not isinstance(module, torch.jit.ScriptModule))
             self._tables = [child_modules(module) for module in opens]

@@ -27,6 +27,13 @@ OF_RUNS = (
         "if True:",
         ("tests/dist/test_checkpointing.py", "-k", "recomputed_around"),
     ),
+    Mutation(
+        "hooks of recorded outputs break the first graph",
+        "graphshard/runtime/entry_points.py",
+        "            register_recorders(self._model)\n",
+        "",
+        ("tests/dist/test_recorded_outputs.py",),
+    ),
     # -- examining, and what it reads
     Mutation(
         "a forward that is only looked at may send something",
