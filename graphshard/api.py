@@ -189,7 +189,7 @@ def compile(
     said = [] if annotated or mesh is None else _annotate(model, strategy, mesh, sharding)
     engine = model.__dict__[marked_classes.ENGINE] = Engine(model, options, planning)
     engine.context.report.units = said
-    note_surroundings(model, annotated, kind if hardware is None else "", engine.context.report)
+    note_surroundings(model, annotated, kind if (hardware, plan) == (None, "auto") else "", engine.context.report)
     compares = () if compare_every is None else (f"compare_every {compare_every}",)
     shape = (f"backend {backend}, regions {regions}, strategy {strategy}", shared_environment())
     settings = (*shape, *compares, *planning.settings)

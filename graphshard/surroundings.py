@@ -99,7 +99,7 @@ def note_surroundings(model: nn.Module, annotated: bool, planned_for: str, repor
     Args:
         model: plain, or annotated.
         annotated: whether it was so when the user brought it.
-        planned_for: type of the device whose row of the hardware table plans are made for; ``""``: users named one.
+        planned_for: type of the device whose row of the hardware table plans are made for; ``""``: another.
         report: of the model.
     """
     if device := device_without_row(planned_for):

@@ -5,6 +5,7 @@ routers' logits of a mixture of experts: behind a lock, which breaks the graph o
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -16,11 +17,21 @@ _LIBRARY, _REGISTER, _RECORDABLE = (
 
 
 def register_recorders(model: nn.Module) -> None:
-    """Registers them before that forward, in modules whose ``config`` asks for such outputs; none twice."""
+    """Registers them before that forward, in modules whose forward would, as their ``config`` asks for such outputs."""
     register = getattr(sys.modules.get(_LIBRARY), _REGISTER, None)
     if register is None:
         return
     for module in model.modules():
         config = getattr(module, "config", None)
-        if any(getattr(config, f"output_{name}", False) for name in getattr(module, _RECORDABLE, None) or ()):
+        asks = any(getattr(config, f"output_{name}", False) for name in getattr(module, _RECORDABLE, None) or ())
+        # Not modules around these, which have the attribute, too: what is inside would get its hooks once more.
+        if asks and _LIBRARY in _wrappers(module.forward):
             register(module)
+
+
+def _wrappers(function: object) -> Iterator[str]:
+    """Names of the Python modules that have written a function, and what it wraps."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield getattr(function, "__globals__", {}).get("__name__", "")
+        function = getattr(function, "__wrapped__", None)

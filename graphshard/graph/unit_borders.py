@@ -41,15 +41,22 @@ def unit_borders(
     ]
     alike: dict[tuple[Hashable, ...], list[range]] = {}
     for before, first, last in zip(lasts, firsts[1:], lasts[1:], strict=False):
-        alike.setdefault(tuple(items[first : last + 1]), []).append(range(before + 1, first + 1))
+        if any(map(fits, gap := range(before + 1, first + 1))):
+            alike.setdefault(tuple(items[first : last + 1]), []).append(gap)
     found = []
     for gaps in alike.values():
-        shifts = [shift for shift in range(_alike_in_front(items, gaps)) if all(fits(gap[-1] - shift) for gap in gaps)]
-        if shifts:
+        together = _shifts(gaps, fits, _alike_in_front(items, gaps))
+        for own in (gaps,) if together else ([gap] for gap in gaps):
+            shifts = together or _shifts(own, fits, len(own[0]))
             # Of places that are as good, the last: a part begins with what it reads.
-            shift = min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in gaps), shift))
-            found += [gap[-1] - shift for gap in gaps]
+            shift = min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in own), shift))
+            found += [gap[-1] - shift for gap in own]
     return sorted(found)
+
+
+def _shifts(gaps: Sequence[range], fits: Callable[[int], bool], most: int) -> list[int]:
+    """How far in front of the end of all `gaps` a place fits."""
+    return [shift for shift in range(most) if all(fits(gap[-1] - shift) for gap in gaps)]
 
 
 def _alike_in_front(items: Sequence[Hashable], gaps: Sequence[range]) -> int:

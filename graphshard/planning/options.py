@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -18,7 +19,8 @@ from graphshard.planning.extraction import Scene
 from graphshard.planning.planning import Planning
 
 PLANS = ("auto", "fsdp2")
-_ACCELERATORS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+# Also where a G is in front: what is soldered to a CPU (GH200).
+_ACCELERATORS = re.compile(r"\bG?(A100|H100|H200|B200)\b")
 # The row for all that the table lacks.
 OTHERS = "h100"
 
@@ -89,14 +91,14 @@ def detect_hardware(device_type: str) -> str:
     """The row of the hardware table for the device that this process runs on: `OTHERS` for one that it lacks."""
     if device_type == "cpu":
         return "cpu-gloo"
-    name = _device_name(device_type)
-    return next((row for part, row in _ACCELERATORS.items() if part in name), OTHERS)
+    found = _ACCELERATORS.search(_device_name(device_type))
+    return OTHERS if found is None else found[1].lower()
 
 
 def device_without_row(device_type: str) -> str:
     """The name of the device that this process runs on, if the hardware table lacks it; else ``""``."""
     name = _device_name(device_type)
-    return "" if any(part in name for part in _ACCELERATORS) else name
+    return "" if _ACCELERATORS.search(name) else name
 
 
 def _device_name(device_type: str) -> str:

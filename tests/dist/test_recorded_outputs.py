@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from threading import Lock
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import models
 import torch
@@ -15,48 +16,93 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.testing import TrainingRun, training_test
 
+LIBRARY = "transformers.utils.output_capturing"
 _lock = Lock()
+
+
+def install(module: Any) -> None:
+    """As in transformers: hooks of what is inside once more, whether it has them or not."""
+    for child in module.children():
+        if hasattr(child, "_can_record_outputs"):
+            install(child)
+    for layer in getattr(module, "layers", ()):
+        layer.register_forward_hook(lambda _layer, _args, output: module.recorded.append(output))
+    module.has_hooks = True
 
 
 def maybe_install_capturing_hooks(module: Any) -> None:
     """As in transformers."""
     if not getattr(module, "has_hooks", False):
         with _lock:
-            for layer in module.layers:
-                layer.register_forward_hook(lambda _layer, _args, output: module.recorded.append(output))
-            module.has_hooks = True
+            install(module)
 
 
-class Recording(nn.Module):
-    """Returns what its layers have, if that is asked for, as a mixture of experts does for its auxiliary loss."""
+def capturing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What transformers wraps the forward of what records in."""
 
+    def wrapper(self: Any, *args: Any) -> Any:
+        self.recorded = []
+        if self.config.output_router_logits:
+            maybe_install_capturing_hooks(self)
+        return forward(self, *args), *self.recorded
+
+    own = FunctionType(wrapper.__code__, {**globals(), "__name__": LIBRARY}, closure=wrapper.__closure__)
+    return wraps(forward)(own)
+
+
+class Asked(nn.Module):
     _can_record_outputs: ClassVar = {"router_logits": nn.Linear}
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(output_router_logits=True)
+
+
+class Recording(Asked):
+    """Returns what its layers have, too, as a mixture of experts does for its auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.layers = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(3))
         self.recorded: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.recorded = []
-        maybe_install_capturing_hooks(self)
+    @capturing
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.relu(layer(x))
-        return x, *self.recorded
+        return x
+
+
+class Headed(Asked):
+    """Records nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Recording(), nn.Linear(models.DIM, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        out, *recorded = self.body(x)
+        return self.head(out), *recorded
 
 
 @training_test()
 def test_hooks_of_recorded_outputs_are_there_before_the_first_forward(run: TrainingRun) -> None:
-    library = ModuleType("transformers.utils.output_capturing")
+    library = ModuleType(LIBRARY)
     vars(library)["maybe_install_capturing_hooks"] = maybe_install_capturing_hooks
     torch.manual_seed(0)
-    model: Any = run.shard(Recording(), units=[nn.Linear])
-    with mock.patch.dict(sys.modules, {library.__name__: library}):
-        for step in range(2):
-            outputs = model(models.features(step, run.rank)[0][run.rank :])
-            assert len(outputs) == 4
-            loss = sum(output.square().mean() for output in outputs)
-            loss.backward()
-            run.observe(loss, model)
-    assert run.is_reference or graphshard.report(model).regions == 1
+    sys.modules[LIBRARY] = library
+    try:
+        for has_run in (False, True):
+            built = Headed()
+            if has_run:
+                built(torch.randn(2, models.DIM))
+            model: Any = run.shard(built, units=[nn.Linear])
+            for step in range(2):
+                outputs = model(models.features(step, run.rank)[0][run.rank :])
+                assert len(outputs) == 4
+                loss = sum(output.square().mean() for output in outputs)
+                loss.backward()
+                run.observe(loss, model)
+            assert run.is_reference or graphshard.report(model).regions == 1
+    finally:
+        del sys.modules[LIBRARY]

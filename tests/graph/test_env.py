@@ -24,7 +24,10 @@ def test_a_misspelt_variable_is_noted_with_what_it_may_mean(monkeypatch: pytest.
     assert line == "GRAPHSHARD_VERFIY is ignored: graphshard has no variable of this name, but GRAPHSHARD_VERIFY"
 
 
-@pytest.mark.parametrize(("device", "said"), [("NVIDIA L40S", True), ("NVIDIA H200", False)])
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("NVIDIA L40S", True), ("NVIDIA RTX A1000", True), ("NVIDIA H200", False), ("NVIDIA GH200 480GB", False)],
+)
 def test_a_gpu_without_a_row_is_noted(device: str, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)

@@ -83,6 +83,10 @@ def test_parts_that_read_alike_begin_alike() -> None:
     # One that does something else begins where the least goes across.
     others = items.replace("W", "V", 1)
     assert unit_borders(reads, crossing, lambda place: True, others) == [5, *(start - 1 for start in starts[1:])]
+    # One of them in which no place fits is none of them.
+    assert unit_borders(reads, crossing, lambda place: not 11 <= place <= 14, items) == [starts[0] - 1, starts[2] - 1]
+    # Where none fits in all, each begins where the least goes across.
+    assert unit_borders(reads, crossing, lambda place: place in (5, 12, 17), items) == [5, 12, 17]
 
 
 def test_of_kinds_as_frequent_the_shortest_is_what_others_begin_as() -> None:

@@ -266,7 +266,7 @@ OF_GRAPHS = (
     Mutation(
         "parts of units begin anywhere between two units",
         "graphshard/graph/unit_borders.py",
-        "min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in gaps), shift))",
+        "min(shifts, key=lambda shift: (sum(crossing[gap[-1] - shift] for gap in own), shift))",
         "shifts[-1]",
         ("tests/graph/test_unit_borders.py",),
     ),
