@@ -117,6 +117,11 @@ def test_many_blocks_have_no_more_bodies_than_few(
         assert more_calls >= calls + 6, direction  # one or more of each block
 
 
+def test_three_equal_units_have_bodies_in_common(two_ranks: WorkerPool) -> None:
+    for direction, count, calls in two_ranks.run(bodies, partial(Mixed, "gbgbb"))[0]:
+        assert calls >= count + 2, direction
+
+
 @training_test()
 def test_blocks_of_several_kinds_are_traced_once_each(run: TrainingRun) -> None:
     torch.manual_seed(0)

@@ -299,6 +299,20 @@ OF_GRAPHS = (
         ("tests/dist/test_outlining.py", "-k", "three"),
     ),
     Mutation(
+        "three equal blocks are compiled one by one",
+        "passes/outline_blocks.py",
+        "_LEAST_BLOCKS = 3",
+        "_LEAST_BLOCKS = 4",
+        ("tests/dist/test_outlining.py", "-k", "three"),
+    ),
+    Mutation(
+        "a unit in which nothing may begin takes the beginning from its class",
+        "graphshard/graph/unit_borders.py",
+        "        if any(map(fits, gap := range(before + 1, first + 1))):",
+        "        if gap := range(before + 1, first + 1):",
+        ("tests/graph/test_unit_borders.py",),
+    ),
+    Mutation(
         "blocks of several kinds have no seams",
         "passes/outline_blocks.py",
         "for parts in equal_parts(kinds, borders, taken, _LEAST_BLOCKS, _LEAST_NODES):",
