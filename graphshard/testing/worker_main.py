@@ -110,9 +110,12 @@ def serve(station: Station, connection: Connection) -> None:
     connection.send_bytes(pickle.dumps(Reply(0)))
     while True:
         try:
-            task = pickle.loads(connection.recv_bytes())
+            task: Task | None = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        if task is None:  # every rank has ended the last one
+            _leave_groups()
+            continue
         reply = _reply_to(task, station, store)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,15 +154,19 @@ def _reply_to(task: Task, station: Station, store: Store) -> Reply:
         return Reply(task.number, error=last_line, traceback=_described(error))
 
 
-def _prepare(task: Task, station: Station, store: Store) -> None:
-    os.ftruncate(1, 0)  # each task's output starts anew
-    sys.path[:] = list(task.sys_path)
+def _leave_groups() -> None:
+    """Ends a task's groups, of which each would have a thread that wakes 100 times a second."""
     torch.compiler.reset()
     forget_meshes()
     if dist.is_initialized():
-        gc.collect()  # models in reference cycles hold groups, and groups hold threads and sockets
+        gc.collect()  # models in reference cycles hold groups
         dist.destroy_process_group()
         gc.freeze()  # what torch keeps of each compilation: to look through it took half of a long session
+
+
+def _prepare(task: Task, station: Station, store: Store) -> None:
+    os.ftruncate(1, 0)  # each task's output starts anew
+    sys.path[:] = list(task.sys_path)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     take_device(station.device, station.rank)

@@ -109,10 +109,7 @@ class WorkerPool:
             self._start()
         self._tasks += 1
         task = Task(self._tasks, name, arguments, tuple(sys.path), self.seed)
-        message = pickle.dumps(task)
-        for worker in self._workers:
-            with suppress(OSError):  # a dead worker: seen below by its sentinel
-                worker.connection.send_bytes(message)
+        self._send(task)
         replies = self._replies(task.number, f"{Path(name.file).name}::{name.qualname}", timeout_s)
         return [pickle.loads(reply.result or b"") for reply in replies]
 
@@ -149,6 +146,11 @@ class WorkerPool:
                 self._workers.append(_Worker(station, process, ours))
         self._replies(0, "start of the workers", START_TIMEOUT_S)
 
+    def _send(self, message: Task | None) -> None:
+        for worker in self._workers:
+            with suppress(OSError):  # a dead worker: seen by its sentinel when replies are waited for
+                worker.connection.send_bytes(pickle.dumps(message))
+
     def _replies(self, number: int, told: str, timeout_s: float) -> list[Reply]:
         """Waits for each rank's reply to a task.
 
@@ -161,6 +163,7 @@ class WorkerPool:
             failed = {rank for rank, reply in replies.items() if reply.error}
             if not failed and not silent:
                 assert all(reply.number == number for reply in replies.values())
+                self._send(None)
                 return [replies[rank] for rank in range(self.world_size)]
             failures = {rank: self._raised(replies[rank], rank) for rank in failed}
             failures |= {rank: self._no_answer(rank, "hung" if all_in_time else "waiting") for rank in silent}
