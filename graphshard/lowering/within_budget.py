@@ -38,7 +38,8 @@ def lower_within_budget(
     Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
 
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
-    help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then.
+    help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then (more than
+    in FSDP2, where units are kept).
 
     Args:
         gm: graph with markers.
@@ -76,7 +77,7 @@ def _lower_until_it_fits(
         try:
             lowered = driver.lower(gm, planned, title)
         except BudgetTooSmall:
-            if latest is None:
+            if latest is None and planner.budget_is_asked:
                 raise
             break
         latest = planner.latest
@@ -90,13 +91,13 @@ def _lower_until_it_fits(
             return lowered, latest
         least = min(least or peak, peak)
         short_bytes += peak - latest.budget_bytes
-    assert latest is not None
     if planner.budget_is_asked:
+        assert latest is not None
         raise BudgetTooSmall(
             f"memory_budget: got {latest.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is what "
             f"{title} allocates"
         )
-    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
+    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's: its schedule is taken")
     lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
     assert planner.latest is not None
     needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from graphshard.planner import (
     Problem,
     RegionRun,
     Schedule,
+    Simulation,
     Tasks,
     accumulation_choice,
     fixed_size_schedule,
@@ -58,7 +59,7 @@ class Planning:
     Attributes:
         scene: machine and process groups.
         mode: ``"auto"``, or ``"fsdp2"``: schedules are FSDP2's, and are timed only.
-        budget_bytes: most that a program may allocate; None: what FSDP2's schedule does.
+        budget_bytes: most that a program may allocate; None: what FSDP2's schedules do.
         keeps: whether it also decides which units stay gathered from forward to backward.
         backward: the backward graph that was partitioned last, until its forward graph has been planned.
         stored: plans that are replayed; what has none there is planned.
@@ -136,6 +137,7 @@ class RegionPlanning:
         self.note = note
         self._kept: frozenset[str] | None = None
         self._step_bytes = 0  # what FSDP2's schedules of forward and backward allocate
+        self._kept_bytes: dict[str, int] = {}  # by direction, what those allocate more with the units that are kept
         self._behind: Problem | None = None  # the backward, as FSDP2's flags have it
         self._accumulation: Accumulation | None = None
         self._runs: dict[Graph, RegionRun] = {}
@@ -250,7 +252,7 @@ class RegionPlanning:
         if planning.stored is not None:
             self._note_missing(name)
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
-        budget_bytes = planning.budget_bytes or max(fsdp2.peak_bytes, self._step_bytes)
+        budget_bytes = planning.budget_bytes or self._fsdp2_bytes(ctx.direction, fsdp2)
         if as_fsdp2 or not self.chooses:
             choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
@@ -265,8 +267,7 @@ class RegionPlanning:
         self.note(f"{planning.stored_in}: has no plan for {name}, which is planned as by plan={planning.mode!r}")
 
     def _realised(self, graph: Graph, ctx: PassContext, contract: Contract) -> Decision | None:
-        budget_bytes = self._planning.budget_bytes
-        problem, schedule = realise(graph, ctx, self._planning.scene, contract, budget_bytes)
+        problem, schedule = realise(graph, ctx, self._planning.scene, contract, self._planning.budget_bytes)
         if not problem.gathers and not problem.reductions:
             return None
         makers = {"fsdp2": fsdp2_schedule, "per_parameter": per_parameter_schedule, "fixed_size": fixed_size_schedule}
@@ -281,8 +282,12 @@ class RegionPlanning:
             else (),
         )
         kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
-        most = budget_bytes or max(baselines["fsdp2"].peak_bytes, self._step_bytes)
+        most = self._planning.budget_bytes or self._fsdp2_bytes(ctx.direction, baselines["fsdp2"])
         return Decision(problem, choice, named_plan(problem, schedule), most, kept)
+
+    def _fsdp2_bytes(self, direction: str, fsdp2: Simulation) -> int:
+        """What FSDP2's schedules allocate in a step. `fsdp2`: that of a program, with the units that are kept."""
+        return max(fsdp2.peak_bytes - self._kept_bytes.get(direction, 0), self._step_bytes)
 
     def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
         try:
@@ -326,10 +331,14 @@ class RegionPlanning:
         with self._spending():
             ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward(), backward()))
             as_in_fsdp2 = with_residency(ahead, back, by_default)
-            self._step_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in as_in_fsdp2)
-        self._behind = as_in_fsdp2[1]
+            peaks = _fsdp2_peaks(as_in_fsdp2)
+        self._behind, self._step_bytes = as_in_fsdp2[1], max(peaks.values())
         text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
         self._kept = None if (names := json.loads(text)) is None else frozenset(names)
+        if self._kept is not None:
+            with self._spending():
+                with_kept = _fsdp2_peaks(with_residency(ahead, back, self._kept))
+            self._kept_bytes = {direction: max(0, with_kept[direction] - peak) for direction, peak in peaks.items()}
         return self._kept
 
     def _chosen_kept(self, forward: Problem, backward: Problem) -> list[str] | None:
@@ -357,6 +366,11 @@ class RegionPlanning:
                 problem = extract_problem(graph, ctx, self._planning.scene)
                 self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
         return self._accumulation.why if self._accumulation.reduce_each else ""
+
+
+def _fsdp2_peaks(problems: Iterable[Problem]) -> dict[str, int]:
+    """Bytes that FSDP2's schedules allocate, by direction."""
+    return {problem.direction: simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in problems}
 
 
 def _extract_as_stored(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> Problem:

@@ -67,6 +67,29 @@ def test_units_stay_gathered_where_the_budget_allows_it(two_ranks: WorkerPool) -
     assert ample["early"] == [] and ample["notes"] == []
 
 
+def most_allocated() -> tuple[dict[str, int], dict[str, int], bool]:
+    """By plan, the most bytes that a program allocates, without and with accumulation; and whether blocks are kept."""
+    usual, most, x = {}, {}, models.tokens(0, torch.distributed.get_rank())
+    for plan in ("fsdp2", "auto"):
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = graphshard.compile(models.Decoder(layers=3), mesh, backend="aot_eager", plan=plan)
+        report = graphshard.report(model)
+        for reduces, found in ((True, usual), (False, most), (True, most)):
+            model.set_requires_gradient_sync(reduces)
+            model(*x).square().mean().backward()
+            decisions = [program.decision for program in report.programs if program.decision is not None]
+            found[plan] = max(decision.choice.simulation.peak_bytes for decision in decisions)
+    return usual, most, any("layers" in unit for decision in decisions for unit in decision.kept or ())
+
+
+def test_without_a_budget_programs_allocate_what_those_of_fsdp2_do(two_ranks: WorkerPool) -> None:
+    for usual, most, are_kept in two_ranks.run(most_allocated):
+        assert are_kept
+        assert usual["auto"] <= usual["fsdp2"]
+        # What kept units add is known of the usual backward; the peak of one that adds gradients is elsewhere.
+        assert most["auto"] <= 1.01 * most["fsdp2"]
+
+
 def gradients_seen_behind_inference(backend: str, regions: str) -> tuple[set[str], set[str]]:
     """FQNs with a gradient behind a backward, and behind a forward without one that follows it."""
     torch.manual_seed(0)
