@@ -68,6 +68,16 @@ def test_without_a_budget_it_is_what_fsdp2s_schedule_allocates() -> None:
     assert peak == decision.budget_bytes > 2**18
 
 
+def test_where_nothing_keeps_to_fsdp2s_memory_its_schedule_is_taken_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegionPlanning, "_fsdp2_bytes", lambda *args: 1)  # as where what is kept left too little
+    marked, notes = toy_forward(toy_weights(6)), list[str]()
+    planner = RegionPlanning(Planning(SCENE), note=notes.append)
+    program, decision = lower_within_budget(marked.gm, marked.ctx, "test", planner, "default")
+    assert decision is not None and decision.choice.name == "fsdp2"
+    assert decision.budget_bytes >= peak_bytes(program.gm.graph, marked.ctx)
+    assert notes == ["test: no other plan keeps to the memory of FSDP2's: its schedule is taken"]
+
+
 def test_seconds_of_passes_are_those_of_every_try_without_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_s, real = 0.2, planning.remembered_schedule
 

@@ -86,4 +86,11 @@ OF_MEMORY = (
         "            raise\n",
         ("tests/dist/test_saved_tensors.py",),
     ),
+    Mutation(
+        "without a budget, units that stay gathered are added to FSDP2's memory",
+        "graphshard/planning/planning.py",
+        "max(fsdp2.peak_bytes - self._kept_bytes.get(direction, 0), self._step_bytes)",
+        "max(fsdp2.peak_bytes, self._step_bytes)",
+        ("tests/dist/test_auto_plan.py", "-k", "without_a_budget"),
+    ),
 )
