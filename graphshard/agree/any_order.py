@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from graphshard.agree.consensus import Consensus
 from graphshard.agree.contract import Contract
-from graphshard.agree.left_out import PATIENCE_S
 from graphshard.errors import OrderDiffers
 
 T = TypeVar("T")
@@ -75,8 +74,7 @@ class AnyOrder:
     def _agreed(self, key: str, what: str) -> bool:
         if key in self._keys:
             return False  # it asks for no order any more
-        patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4)
-        if self._consensus.meet(f"any order\n{key}", what, "", patience_s) is None:
+        if self._consensus.meet(f"any order\n{key}", what, "", self._consensus.patience_s) is None:
             return False
         self._keys.add(key)
         self.changes += 1

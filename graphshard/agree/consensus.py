@@ -21,6 +21,8 @@ from graphshard.errors import RanksDiffer
 
 # As long as the deciding rank may take to come to the same program: the time-out of NCCL's collectives.
 DEADLINE_S = 600.0
+# Where ranks come at about the same time, or one of them never does: so long the others are waited for.
+PATIENCE_S = 10.0
 
 _DECIDED, _FAILED, _LATE = "+", "-", "late"
 # How often it is looked whether a rank that is waited for compiles.
@@ -74,6 +76,11 @@ class Consensus:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.waited: Callable[[str, Sequence[int]], str] = lambda said, missing: said
         self._decided: dict[str, str] = {}
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for ranks that may never come: they stand in a collective, whose deadline is not to pass."""
+        return min(PATIENCE_S, self.deadline_s / 4)
 
     @property
     def has_peers(self) -> bool:

@@ -10,9 +10,6 @@ from collections.abc import Collection
 
 from graphshard.agree.consensus import Consensus
 
-# Ranks that compile are waited for longer. One that never comes stands in a collective meanwhile.
-PATIENCE_S = 10.0
-
 
 class LeftOut:
     """Of one model.
@@ -37,7 +34,7 @@ class LeftOut:
         if not self._meets:
             return None
         if key not in self._agreed:
-            patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4)
-            found = self._agreed[key] = self._consensus.union(f"passes\n{key}", failed, patience_s)
+            found = self._consensus.union(f"passes\n{key}", failed, self._consensus.patience_s)
+            self._agreed[key] = found
             self._meets = found is not None
         return self._agreed[key]

@@ -19,7 +19,7 @@ from graphshard.agree.agreement import first_difference
 from graphshard.agree.consensus import Consensus
 from graphshard.errors import RanksDiffer
 from graphshard.following.followed_pass import FollowedPass
-from graphshard.following.variants import ASKED_TIMES, PATIENCE_S
+from graphshard.following.variants import ASKED_TIMES
 from graphshard.fsdp2 import Unit
 from graphshard.state.binding import Binding
 from graphshard.state.calls import BackwardRequest
@@ -190,9 +190,7 @@ class Route:
         """Whether all ranks have come to such a graph in place of the last call's leg."""
         if self._alike[structure] >= ASKED_TIMES:
             return True
-        # Ranks that never ask stand in a collective meanwhile, whose deadline is not to pass.
-        patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4)
-        met = self._consensus.meet(f"{where}\n{what}", what, structure, patience_s)
+        met = self._consensus.meet(f"{where}\n{what}", what, structure, self._consensus.patience_s)
         if met is not None and met.alike:
             self._alike[structure] += 1
             return True

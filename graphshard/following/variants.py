@@ -21,8 +21,6 @@ from graphshard.state.signatures import Role, WholeCall
 
 # So often ranks ask about a variant that all of them take; then it is one that they take alike.
 ASKED_TIMES = 3
-# So long it is waited for others to take the same variant, as long as they are not busy. In vain, it costs time once.
-PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,7 @@ class Variants:
         if self._alike[structure] >= ASKED_TIMES:
             return Role(own, follows=False)
         key = f"call {number}\n{self.what}"
-        # Those that never ask stand in a collective meanwhile, whose deadline is not to pass.
-        patience_s = min(PATIENCE_S, self._consensus.deadline_s / 4) if fits else None
+        patience_s = self._consensus.patience_s if fits else None
         met = self._consensus.meet(key, self.what, structure, patience_s)
         if met is None:
             role = Role(self.primary, follows=True)

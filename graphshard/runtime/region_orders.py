@@ -25,8 +25,8 @@ from graphshard.state.unit_state import KEEP
 
 _SUBJECT = "the order of their regions"
 _ADVICE = "want the same calls on every rank, so look for a branch or a graph break that depends on the rank"
-# Ranks come to an order at the same time, or one of them never does: it is asked for so often, this long.
-ASKED_TIMES, PATIENCE_S = 2, 10.0
+# Ranks come to an order at the same time, or one of them never does: it is asked for so often.
+ASKED_TIMES = 2
 # In the place of a plan; why there is none follows.
 _UNPLANNED = "-"
 
@@ -201,8 +201,7 @@ class RegionOrders:
         consensus, what = self._context.consensus, f"{self._context.name}: {order.kind}"
         lines = [order.kind, *map(str, order.steps)]
         key = f"order of the {order.kind}, pass {running.number}, step {len(running.steps)}"
-        patience_s = min(PATIENCE_S, consensus.deadline_s / 4)
-        if (met := consensus.meet(key, what, "\n".join(lines), patience_s)) is None:
+        if (met := consensus.meet(key, what, "\n".join(lines), consensus.patience_s)) is None:
             order.asked += 1
             if order.asked == ASKED_TIMES:
                 self._context.report.note_once(

@@ -12,7 +12,7 @@ import torch
 from test_training import BITWISE
 from torch import Tensor, nn
 
-from graphshard.following import variants
+from graphshard.agree import consensus
 from graphshard.testing import TrainingRun, training_test
 
 pytestmark = pytest.mark.row("X9")
@@ -78,7 +78,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 @training_test(tolerance=BITWISE, expect_collectives=None)
 def test_ranks_take_other_branches_than_each_other(run: TrainingRun, case: str) -> None:
-    with mock.patch.object(variants, "PATIENCE_S", 0.3):
+    with mock.patch.object(consensus, "PATIENCE_S", 0.3):
         train(run, DIFFERENT[case], "fsdp2")
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.agree import consensus
 from graphshard.agree.rank_store import RankStore
 from graphshard.api import engine_of
-from graphshard.following import route, variants
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM
@@ -103,7 +103,7 @@ def equal(got: list[Tensor], want: list[Tensor]) -> None:
 @contextmanager
 def impatient() -> Iterator[None]:
     """A rank that alone asks the others gives up after a second: they never come."""
-    with mock.patch.object(route, "PATIENCE_S", 1.0), mock.patch.object(variants, "PATIENCE_S", 1.0):
+    with mock.patch.object(consensus, "PATIENCE_S", 1.0):
         yield
 
 

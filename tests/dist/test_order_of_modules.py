@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.agree import any_order
+from graphshard.agree import consensus
 from graphshard.errors import OrderDiffers
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 from graphshard.testing.failures import RankFailed
@@ -70,7 +70,7 @@ def orders_of_ranks(orders: tuple[tuple[tuple[int, ...], ...], ...]) -> graphsha
     model: Any = graphshard.compile(
         copy.deepcopy(plain), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager", deadline_s=20
     )
-    with mock.patch.object(any_order, "PATIENCE_S", 1.0):
+    with mock.patch.object(consensus, "PATIENCE_S", 1.0):
         for step, own in enumerate(orders):
             model(*models.features(step, dist.get_rank()), own[dist.get_rank()]).square().mean().backward()
             got = [parameter.grad.full_tensor() for parameter in model.parameters()]

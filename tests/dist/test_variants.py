@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
+from graphshard.agree import consensus
 from graphshard.api import engine_of
-from graphshard.following import variants
 from graphshard.testing import WorkerPool
 
 DIM = models.DIM
@@ -84,7 +84,7 @@ def experts(uses: Callable[[int, int], tuple[int, ...]], steps: int, late: bool 
 
 
 def impatient(uses: Callable[[int, int], tuple[int, ...]], steps: int, late: bool = False) -> None:
-    with mock.patch.object(variants, "PATIENCE_S", PATIENCE_S):
+    with mock.patch.object(consensus, "PATIENCE_S", PATIENCE_S):
         experts(uses, steps, late)
 
 
@@ -171,7 +171,7 @@ def several(steps: tuple[tuple[tuple[int, ...], ...], ...], at_once: bool) -> No
         copy.deepcopy(plain), init_device_mesh("cpu", (world,)), units=["experts.0", "experts.1", "experts.2"],
         backend="aot_eager",
     )  # fmt: skip
-    with mock.patch.object(variants, "PATIENCE_S", PATIENCE_S):
+    with mock.patch.object(consensus, "PATIENCE_S", PATIENCE_S):
         for step, calls in enumerate(steps):
             losses: list[Tensor] = []
             for call, counts in enumerate(calls):

@@ -246,7 +246,7 @@ def test_words_of_all_ranks_are_heard_by_all() -> None:
 def test_a_rank_that_comes_too_late_is_not_heard_by_any() -> None:
     first, late = ranks(2)
     left_out = LeftOut(first, meets=True)
-    with mock.patch("graphshard.agree.left_out.PATIENCE_S", 0.05):
+    with mock.patch("graphshard.agree.consensus.PATIENCE_S", 0.05):
         assert left_out.agreed("key", ["a"]) is None
     assert late.union("passes\nkey", ["b"], 5.0) is None
     assert left_out.agreed("other", ["a"]) is None  # nobody is waited for again
