@@ -100,7 +100,7 @@ def outside(block: Any, x: Tensor) -> Tensor:
 
 
 class Stack(nn.Module):
-    """Asks for what the root owns, and for dtypes of a block, which is a shard then."""
+    """Asks for the dtype of what the root owns first."""
 
     def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -111,6 +111,14 @@ class Stack(nn.Module):
         x = self.first(x.to(next(self.parameters()).dtype))
         for block in self.blocks:
             x = block(x)
+        return x
+
+
+class AskingForAll(Stack):
+    """Asks for all parameters, too: those of blocks are shards then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
         dtypes = [param.dtype for param in self.parameters()]
         shapes = [param.shape for param in self.blocks.parameters()]
         return x + len(shapes) + sum(dtype == dtypes[0] for dtype in dtypes)
@@ -136,6 +144,12 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 @training_test(tolerance=BITWISE, expect_collectives="at_most")
 def test_parameters_of_a_block_in_param_dtype(run: TrainingRun, ask: Any) -> None:
     train(run, run.shard(Stack(ask), mp_policy=LOW))
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), LOW], ids=["usual", "low"])
+@training_test(tolerance=BITWISE, expect_collectives="at_most")
+def test_parameters_of_all_that_the_root_has(run: TrainingRun, policy: MixedPrecisionPolicy) -> None:
+    train(run, run.shard(AskingForAll(through), mp_policy=policy))
 
 
 @pytest.mark.parametrize(
