@@ -38,8 +38,8 @@ def lower_within_budget(
     Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
 
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
-    help and no budget was asked for, FSDP2's schedule is taken: what its graph allocates is the budget then (more than
-    in FSDP2, where units are kept).
+    help and no budget was asked for, what the graph of FSDP2's schedule allocates is the budget: of the others the one
+    that allocates least is taken, if that is no more, else FSDP2's.
 
     Args:
         gm: graph with markers.
@@ -69,15 +69,15 @@ def lower_within_budget(
 def _lower_until_it_fits(
     gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, flags: str
 ) -> tuple[Lowered, Decision | None]:
-    latest: Decision | None = None
-    least = short_bytes = 0
+    tried: list[tuple[int, Lowered, Decision]] = []
+    short_bytes = 0
     for _ in range(_TRIES):
         planner.forget()  # a program without collectives is not planned
         planned = replace(ctx, planner=partial(planner, flags=flags, short_bytes=short_bytes))
         try:
             lowered = driver.lower(gm, planned, title)
         except BudgetTooSmall:
-            if latest is None and planner.budget_is_asked:
+            if not tried:
                 raise
             break
         latest = planner.latest
@@ -89,19 +89,22 @@ def _lower_until_it_fits(
         if planner.replayed:
             _check_stored(lowered, ctx, planner, latest)
             return lowered, latest
-        least = min(least or peak, peak)
-        short_bytes += peak - latest.budget_bytes
+        tried.append((peak, lowered, latest))
+        over_bytes, unseen_bytes = peak - latest.budget_bytes, peak - latest.choice.simulation.peak_bytes
+        short_bytes = max(short_bytes + over_bytes, unseen_bytes)
+    least, lowered, decision = min(tried, key=lambda found: found[0])
     if planner.budget_is_asked:
-        assert latest is not None
         raise BudgetTooSmall(
-            f"memory_budget: got {latest.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is what "
-            f"{title} allocates"
+            f"memory_budget: got {decision.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is "
+            f"what {title} allocates"
         )
-    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's: its schedule is taken")
-    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
+    as_fsdp2 = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
     assert planner.latest is not None
-    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
-    return lowered, replace(planner.latest, budget_bytes=needed)
+    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(as_fsdp2.gm.graph, ctx))
+    if least <= needed:
+        return lowered, replace(decision, budget_bytes=needed)
+    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
+    return as_fsdp2, replace(planner.latest, budget_bytes=needed)
 
 
 def _lower_by_contract(

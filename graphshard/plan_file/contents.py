@@ -173,7 +173,7 @@ def stored_program(region: int, flags: str, decision: Decision, outline: Outline
         tuple(StoredStep(s.before, position[s.before], s.step, s.bucket) for s in decision.plan.steps),
         decision.kept,
         decision.choice.name,
-        decision.budget_bytes,
+        max(decision.budget_bytes, simulation.peak_bytes),  # a contract may ask for more than a rank's budget
         Prediction(
             round(float(simulation.step_us), _DIGITS),
             round(float(decision.choice.lower_bound_us), _DIGITS),

@@ -12,7 +12,7 @@ from graphshard.planner.live_memory import LiveBytes, live_by_category
 from graphshard.planner.problem import GatherTask, OwnCollective, Problem, ReductionTask, Tasks, Transfer, is_coalesced
 from graphshard.planner.realised import OrderImpossible, realised_schedule
 from graphshard.planner.regions import RegionRun, pass_problem
-from graphshard.planner.residency import choose_residency, with_residency
+from graphshard.planner.residency import choose_residency, fsdp2_peaks, with_residency
 from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, StepKind, check_schedule
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
@@ -41,6 +41,7 @@ __all__ = [
     "check_schedule",
     "choose_residency",
     "fixed_size_schedule",
+    "fsdp2_peaks",
     "fsdp2_schedule",
     "is_coalesced",
     "live_by_category",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphshard.planner.baselines import fsdp2_schedule
 from graphshard.planner.bound import lower_bound_us
 from graphshard.planner.choose import BudgetTooSmall, best_schedule
 from graphshard.planner.coarse import coarsened
@@ -11,6 +12,7 @@ from graphshard.planner.costs import most_gathered_bytes
 from graphshard.planner.memory_floor import least_memory
 from graphshard.planner.problem import Problem
 from graphshard.planner.search import COMPARISON_TRIALS
+from graphshard.planner.simulator import simulate
 
 # More units stay only where the step falls by more than this part.
 _WORTH = 0.001
@@ -37,6 +39,12 @@ def with_residency(forward: Problem, backward: Problem, units: frozenset[str]) -
             op_bytes[position] += resident[fqn]
     left = tuple(g for g in backward.gathers if g.fqn not in resident)
     return replace(forward, gathers=gathers), replace(backward, gathers=left, op_bytes=tuple(op_bytes))
+
+
+def fsdp2_peaks(forward: Problem, backward: Problem, units: frozenset[str]) -> dict[str, int]:
+    """Bytes that FSDP2's schedules allocate when the gathered parameters of `units` stay, by direction."""
+    problems = with_residency(forward, backward, units)
+    return {problem.direction: simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in problems}
 
 
 def choose_residency(forward: Problem, backward: Problem, budget_bytes: int) -> frozenset[str]:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from graphshard.planner import (
     Tasks,
     accumulation_choice,
     fixed_size_schedule,
+    fsdp2_peaks,
     fsdp2_schedule,
     is_coalesced,
     lower_bound_us,
@@ -256,11 +257,15 @@ class RegionPlanning:
         if as_fsdp2 or not self.chooses:
             choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
-            choice = self._best_schedule(problem, budget_bytes - short_bytes)
-        plan = named_plan(problem, choice.schedule)
-        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
-        self.latest = Decision(problem, choice, plan, budget_bytes, kept)
-        return plan if self.chooses else None
+            try:
+                choice = self._best_schedule(problem, budget_bytes - short_bytes)
+            except BudgetTooSmall:
+                if self.budget_is_asked or short_bytes or fsdp2.peak_bytes <= budget_bytes:
+                    raise
+                budget_bytes = fsdp2.peak_bytes  # flags set since may have FSDP2 keep these units, too
+                choice = self._best_schedule(problem, budget_bytes)
+        self.latest = self._decided(problem, choice, budget_bytes)
+        return self.latest.plan if self.chooses else None
 
     def _note_missing(self, name: str) -> None:
         planning = self._planning
@@ -277,13 +282,14 @@ class RegionPlanning:
             simulate(problem, schedule),
             lower_bound_us(problem),
             contract.chosen,
-            tuple((name, baseline.step_us, baseline.peak_bytes) for name, baseline in baselines.items())
-            if self.chooses
-            else (),
+            tuple((name, its.step_us, its.peak_bytes) for name, its in baselines.items()) if self.chooses else (),
         )
-        kept = None if self._kept is None or ctx.direction != "forward" else tuple(sorted(self._kept))
-        most = self._planning.budget_bytes or self._fsdp2_bytes(ctx.direction, baselines["fsdp2"])
-        return Decision(problem, choice, named_plan(problem, schedule), most, kept)
+        most = max(choice.simulation.peak_bytes, self._fsdp2_bytes(ctx.direction, baselines["fsdp2"]))
+        return self._decided(problem, choice, self._planning.budget_bytes or most)
+
+    def _decided(self, problem: Problem, choice: Choice, budget_bytes: int) -> Decision:
+        kept = None if self._kept is None or problem.direction != "forward" else tuple(sorted(self._kept))
+        return Decision(problem, choice, named_plan(problem, choice.schedule), budget_bytes, kept)
 
     def _fsdp2_bytes(self, direction: str, fsdp2: Simulation) -> int:
         """What FSDP2's schedules allocate in a step. `fsdp2`: that of a program, with the units that are kept."""
@@ -330,14 +336,13 @@ class RegionPlanning:
             return None
         with self._spending():
             ahead, back = (extract_problem(graph, ctx, self._planning.scene) for graph, ctx in (forward(), backward()))
-            as_in_fsdp2 = with_residency(ahead, back, by_default)
-            peaks = _fsdp2_peaks(as_in_fsdp2)
-        self._behind, self._step_bytes = as_in_fsdp2[1], max(peaks.values())
+            _, self._behind = with_residency(ahead, back, by_default)
+            peaks = fsdp2_peaks(ahead, back, by_default)
+        self._step_bytes = max(peaks.values())
         text = settled(lambda: json.dumps(self._chosen_kept(ahead, back)))
         self._kept = None if (names := json.loads(text)) is None else frozenset(names)
         if self._kept is not None:
-            with self._spending():
-                with_kept = _fsdp2_peaks(with_residency(ahead, back, self._kept))
+            with_kept = fsdp2_peaks(ahead, back, self._kept)
             self._kept_bytes = {direction: max(0, with_kept[direction] - peak) for direction, peak in peaks.items()}
         return self._kept
 
@@ -366,11 +371,6 @@ class RegionPlanning:
                 problem = extract_problem(graph, ctx, self._planning.scene)
                 self._accumulation = accumulation_choice(problem, _MICRO_BATCHES, budget_bytes)
         return self._accumulation.why if self._accumulation.reduce_each else ""
-
-
-def _fsdp2_peaks(problems: Iterable[Problem]) -> dict[str, int]:
-    """Bytes that FSDP2's schedules allocate, by direction."""
-    return {problem.direction: simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in problems}
 
 
 def _extract_as_stored(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> Problem:

@@ -30,6 +30,7 @@ from graphshard.planner import (
     Problem,
     best_schedule,
     choose_residency,
+    fsdp2_peaks,
     fsdp2_schedule,
     live_by_category,
     lower_bound_us,
@@ -175,8 +176,7 @@ def _problems(
     forward, backward = (_problem(program, workload, setting, cost, stays=False) for program in programs)
     stays = frozenset(programs[0].params[name].unit for name in programs[0].stays)
     if budget_bytes is None:
-        fsdp2 = with_residency(forward, backward, stays)
-        budget_bytes = max(simulate(problem, fsdp2_schedule(problem)).peak_bytes for problem in fsdp2)
+        budget_bytes = max(fsdp2_peaks(forward, backward, stays).values())
     kept = choose_residency(forward, backward, budget_bytes)
     return with_residency(forward, backward, kept), budget_bytes
 

@@ -90,7 +90,10 @@ class Station:
 
 
 def serve(station: Station, connection: Connection) -> None:
-    """Runs tasks until the pool closes the connection. The target of a worker process."""
+    """Runs tasks until the pool closes the connection. The target of a worker process.
+
+    Behind each task the pool sends None, once all ranks have ended it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what Ctrl-C means
     os.environ.clear()  # the fork server's, which may be older than this pool
     os.environ.update(station.environment)
@@ -114,7 +117,7 @@ def serve(station: Station, connection: Connection) -> None:
         except EOFError:
             return
         if task is None:  # every rank has ended the last one
-            _leave_groups()
+            _clean_up()
             continue
         reply = _reply_to(task, station, store)
         sys.stdout.flush()
@@ -154,8 +157,8 @@ def _reply_to(task: Task, station: Station, store: Store) -> Reply:
         return Reply(task.number, error=last_line, traceback=_described(error))
 
 
-def _leave_groups() -> None:
-    """Ends a task's groups, of which each would have a thread that wakes 100 times a second."""
+def _clean_up() -> None:
+    """Ends what a task has left: compiled code, meshes, and groups, whose threads wake 100 times a second."""
     torch.compiler.reset()
     forget_meshes()
     if dist.is_initialized():

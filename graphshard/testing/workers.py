@@ -147,9 +147,10 @@ class WorkerPool:
         self._replies(0, "start of the workers", START_TIMEOUT_S)
 
     def _send(self, message: Task | None) -> None:
+        text = pickle.dumps(message)
         for worker in self._workers:
             with suppress(OSError):  # a dead worker: seen by its sentinel when replies are waited for
-                worker.connection.send_bytes(pickle.dumps(message))
+                worker.connection.send_bytes(text)
 
     def _replies(self, number: int, told: str, timeout_s: float) -> list[Reply]:
         """Waits for each rank's reply to a task.
@@ -163,7 +164,7 @@ class WorkerPool:
             failed = {rank for rank, reply in replies.items() if reply.error}
             if not failed and not silent:
                 assert all(reply.number == number for reply in replies.values())
-                self._send(None)
+                self._send(None)  # they clean up
                 return [replies[rank] for rank in range(self.world_size)]
             failures = {rank: self._raised(replies[rank], rank) for rank in failed}
             failures |= {rank: self._no_answer(rank, "hung" if all_in_time else "waiting") for rank in silent}
