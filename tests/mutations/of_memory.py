@@ -93,4 +93,18 @@ OF_MEMORY = (
         "max(fsdp2.peak_bytes, self._step_bytes)",
         ("tests/dist/test_auto_plan.py", "-k", "without_a_budget"),
     ),
+    Mutation(
+        "units that users keep as well leave less than FSDP2 needs for them",
+        "graphshard/planning/planning.py",
+        "if self.budget_is_asked or short_bytes or fsdp2.peak_bytes <= budget_bytes:",
+        "if True:",
+        ("tests/graph/test_within_budget.py", "-k", "users"),
+    ),
+    Mutation(
+        "a final graph that allocates least is not taken",
+        "graphshard/lowering/within_budget.py",
+        "    if least <= needed:\n        return lowered, replace(decision, budget_bytes=needed)\n",
+        "",
+        ("tests/graph/test_within_budget.py", "-k", "without_a_budget"),
+    ),
 )
