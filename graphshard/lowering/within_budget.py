@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.fx import GraphModule
@@ -24,6 +24,13 @@ from graphshard.planning.planning import RegionPlanning
 _TRIES = 4
 
 
+@dataclass(frozen=True)
+class _Tried:
+    lowered: Lowered
+    decision: Decision | None
+    peak_bytes: int
+
+
 def lower_within_budget(
     gm: GraphModule,
     ctx: PassContext,
@@ -38,8 +45,9 @@ def lower_within_budget(
     Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
 
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
-    help and no budget was asked for, what the graph of FSDP2's schedule allocates is the budget: of the others the one
-    that allocates least is taken, if that is no more, else FSDP2's.
+    help and no budget was asked for, units that are kept may come on top. Where that does not help either, what the
+    graph of FSDP2's schedule allocates is the budget: of the others the one that allocates least is taken, if that is
+    no more, else FSDP2's.
 
     Args:
         gm: graph with markers.
@@ -69,42 +77,61 @@ def lower_within_budget(
 def _lower_until_it_fits(
     gm: GraphModule, ctx: PassContext, title: str, planner: RegionPlanning, flags: str
 ) -> tuple[Lowered, Decision | None]:
-    tried: list[tuple[int, Lowered, Decision]] = []
+    tried: list[_Tried] = []
+    fits = _first_that_fits(gm, ctx, title, planner, flags, False, tried)
+    if fits is None and planner.keeps_units:
+        fits = _first_that_fits(gm, ctx, title, planner, flags, True, tried)
+    if fits is not None:
+        return fits.lowered, fits.decision
+    least = min(tried, key=lambda found: found.peak_bytes)
+    assert least.decision is not None
+    if planner.budget_is_asked:
+        raise BudgetTooSmall(
+            f"memory_budget: got {least.decision.budget_bytes} bytes for {ctx.direction}, want at least "
+            f"{least.peak_bytes}: that is what {title} allocates"
+        )
+    lowered = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
+    assert planner.latest is not None
+    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
+    if least.peak_bytes <= needed:
+        return least.lowered, replace(least.decision, budget_bytes=needed)
+    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
+    return lowered, replace(planner.latest, budget_bytes=needed)
+
+
+def _first_that_fits(
+    gm: GraphModule,
+    ctx: PassContext,
+    title: str,
+    planner: RegionPlanning,
+    flags: str,
+    on_top: bool,
+    tried: list[_Tried],
+) -> _Tried | None:
+    """The first program that allocates no more than its budget. `on_top`: of kept units; `tried`: takes the others."""
     short_bytes = 0
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
         planner.forget()  # a program without collectives is not planned
-        planned = replace(ctx, planner=partial(planner, flags=flags, short_bytes=short_bytes))
+        planned = replace(ctx, planner=partial(planner, flags=flags, short_bytes=short_bytes, on_top=on_top))
         try:
             lowered = driver.lower(gm, planned, title)
         except BudgetTooSmall:
-            if not tried:
-                raise
-            break
-        latest = planner.latest
-        if latest is None or not planner.chooses:
-            return lowered, latest
+            if number or planner.keeps_units:
+                return None
+            raise
+        decision = planner.latest
+        if decision is None or not planner.chooses:
+            return _Tried(lowered, decision, 0)
         peak = peak_bytes(lowered.gm.graph, ctx)
-        if peak <= latest.budget_bytes:
-            return lowered, latest
-        if planner.replayed:
-            _check_stored(lowered, ctx, planner, latest)
-            return lowered, latest
-        tried.append((peak, lowered, latest))
-        over_bytes, unseen_bytes = peak - latest.budget_bytes, peak - latest.choice.simulation.peak_bytes
+        if planner.replayed and peak > decision.budget_bytes:
+            _check_stored(lowered, ctx, planner, decision)
+        found = _Tried(lowered, decision, peak)
+        if peak <= decision.budget_bytes or planner.replayed:
+            return found
+        tried.append(found)
+        over_bytes, unseen_bytes = peak - decision.budget_bytes, peak - decision.choice.simulation.peak_bytes
         short_bytes = max(short_bytes + over_bytes, unseen_bytes)
-    least, lowered, decision = min(tried, key=lambda found: found[0])
-    if planner.budget_is_asked:
-        raise BudgetTooSmall(
-            f"memory_budget: got {decision.budget_bytes} bytes for {ctx.direction}, want at least {least}: that is "
-            f"what {title} allocates"
-        )
-    as_fsdp2 = driver.lower(gm, replace(ctx, planner=partial(planner, flags=flags, as_fsdp2=True)), title)
-    assert planner.latest is not None
-    needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(as_fsdp2.gm.graph, ctx))
-    if least <= needed:
-        return lowered, replace(decision, budget_bytes=needed)
-    planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
-    return as_fsdp2, replace(planner.latest, budget_bytes=needed)
+    return None
 
 
 def _lower_by_contract(

@@ -6,12 +6,10 @@ import hashlib
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -20,7 +18,7 @@ from graphshard.agree.agreement import Posted, Waited
 from graphshard.agree.contract import Contract
 from graphshard.agree.ranks_alike import DEADLINE_S
 from graphshard.graph.ir import PassContext
-from graphshard.graph.plan import END, Decision, PlannedBucket, PlannedStep, ProgramPlan, bucket_name
+from graphshard.graph.plan import Decision, ProgramPlan
 from graphshard.plan_file import Plan, ProgramProblem, plan_digest, program_name, replay
 from graphshard.planner import (
     Accumulation,
@@ -28,20 +26,18 @@ from graphshard.planner import (
     Choice,
     Problem,
     RegionRun,
-    Schedule,
     Simulation,
-    Tasks,
     accumulation_choice,
     fixed_size_schedule,
     fsdp2_peaks,
     fsdp2_schedule,
-    is_coalesced,
     lower_bound_us,
     per_parameter_schedule,
     simulate,
     with_residency,
 )
 from graphshard.planning.extraction import Scene, extract_problem
+from graphshard.planning.named_plan import bucket_is_coalesced, named_plan
 from graphshard.planning.pass_plan import region_run
 from graphshard.planning.plan_cache import remembered_residency, remembered_schedule
 from graphshard.planning.realising import realise
@@ -179,6 +175,11 @@ class RegionPlanning:
         return self._planning.mode == "auto"
 
     @property
+    def keeps_units(self) -> bool:
+        """Whether units that it keeps gathered are counted within a budget that nobody asked for."""
+        return not self.budget_is_asked and any(self._kept_bytes.values())
+
+    @property
     def budget_is_asked(self) -> bool:
         """Whether the user gave the budget."""
         return self._planning.budget_bytes is not None
@@ -191,6 +192,7 @@ class RegionPlanning:
         short_bytes: int = 0,
         as_fsdp2: bool = False,
         contract: Contract | None = None,
+        on_top: bool = False,
     ) -> ProgramPlan | None:
         """The plan of one marked graph; None: there is nothing to plan, or FSDP2's order is wanted.
 
@@ -201,13 +203,14 @@ class RegionPlanning:
             short_bytes: of the budget that are to be left free.
             as_fsdp2: FSDP2's schedule is taken, whatever it allocates.
             contract: of the program, to be realised, if there is one.
+            on_top: units that are kept may take memory on top of FSDP2's.
 
         Raises:
             BudgetTooSmall: no plan fits the budget.
             PlanMismatch: the stored plan of that name is for another graph.
         """
         with self._spending():
-            plan = self._plan(graph, ctx, flags, short_bytes, as_fsdp2, contract)
+            plan = self._plan(graph, ctx, flags, short_bytes, as_fsdp2, contract, on_top)
         if (found := self.latest) is not None:
             log.debug(
                 "graphshard: %s of region %d is planned: schedule %s, %d buckets, %.0f us of which %.0f us exposed, "
@@ -225,6 +228,7 @@ class RegionPlanning:
         short_bytes: int,
         as_fsdp2: bool,
         contract: Contract | None,
+        on_top: bool,
     ) -> ProgramPlan | None:
         planning, name = self._planning, program_name(self._number, ctx.direction, flags)
         self.forget()
@@ -253,17 +257,11 @@ class RegionPlanning:
         if planning.stored is not None:
             self._note_missing(name)
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
-        budget_bytes = planning.budget_bytes or self._fsdp2_bytes(ctx.direction, fsdp2)
+        budget_bytes = planning.budget_bytes or self._fsdp2_bytes(ctx.direction, fsdp2, on_top)
         if as_fsdp2 or not self.chooses:
             choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())
         else:
-            try:
-                choice = self._best_schedule(problem, budget_bytes - short_bytes)
-            except BudgetTooSmall:
-                if self.budget_is_asked or short_bytes or fsdp2.peak_bytes <= budget_bytes:
-                    raise
-                budget_bytes = fsdp2.peak_bytes  # flags set since may have FSDP2 keep these units, too
-                choice = self._best_schedule(problem, budget_bytes)
+            choice = self._best_schedule(problem, budget_bytes - short_bytes)
         self.latest = self._decided(problem, choice, budget_bytes)
         return self.latest.plan if self.chooses else None
 
@@ -284,16 +282,19 @@ class RegionPlanning:
             contract.chosen,
             tuple((name, its.step_us, its.peak_bytes) for name, its in baselines.items()) if self.chooses else (),
         )
-        most = max(choice.simulation.peak_bytes, self._fsdp2_bytes(ctx.direction, baselines["fsdp2"]))
+        most = max(choice.simulation.peak_bytes, self._fsdp2_bytes(ctx.direction, baselines["fsdp2"], False))
         return self._decided(problem, choice, self._planning.budget_bytes or most)
 
     def _decided(self, problem: Problem, choice: Choice, budget_bytes: int) -> Decision:
         kept = None if self._kept is None or problem.direction != "forward" else tuple(sorted(self._kept))
         return Decision(problem, choice, named_plan(problem, choice.schedule), budget_bytes, kept)
 
-    def _fsdp2_bytes(self, direction: str, fsdp2: Simulation) -> int:
-        """What FSDP2's schedules allocate in a step. `fsdp2`: that of a program, with the units that are kept."""
-        return max(fsdp2.peak_bytes - self._kept_bytes.get(direction, 0), self._step_bytes)
+    def _fsdp2_bytes(self, direction: str, fsdp2: Simulation, on_top: bool) -> int:
+        """What FSDP2's schedules allocate in a step. `fsdp2`: that of a program, with the units that are kept;
+        `on_top`: these are not taken off: by flags that were set since, FSDP2 may keep them, too.
+        """
+        kept_bytes = 0 if on_top else self._kept_bytes.get(direction, 0)
+        return max(fsdp2.peak_bytes - kept_bytes, self._step_bytes)
 
     def _best_schedule(self, problem: Problem, budget_bytes: int) -> Choice:
         try:
@@ -376,25 +377,3 @@ class RegionPlanning:
 def _extract_as_stored(graph: Graph, ctx: PassContext, scene: Scene, cuts: frozenset[str] | None) -> Problem:
     """With the ops of a stored plan, whether it was made with seams or without."""
     return extract_problem(graph, ctx, scene, cuts, exact=cuts is not None)
-
-
-def bucket_is_coalesced(problem: Problem, kind: str, members: Sequence[str]) -> bool:
-    """Whether a bucket of these gathers, or else reductions, of a problem is sent without a flat buffer."""
-    items: Tasks = problem.gathers if kind == "gather" else problem.reductions
-    found: Any = [item for item in items if item.fqn in members]
-    return len(found) == len(members) and is_coalesced(found)
-
-
-def named_plan(problem: Problem, schedule: Schedule) -> ProgramPlan:
-    """A schedule in names: buckets by the units that they are of, members by FQN, positions by node."""
-    names: Counter[str] = Counter()
-    buckets = []
-    for number, bucket in enumerate(schedule.buckets):
-        members = schedule.members(problem, number)
-        units = list(dict.fromkeys(member.unit for member in members))
-        buckets.append(
-            PlannedBucket(bucket_name(bucket.kind, units, names), bucket.kind, tuple(m.fqn for m in members))
-        )
-    ends = (*problem.ops, END)
-    steps = (PlannedStep(ends[at], step, buckets[number].name) for at, step, number in schedule.steps)
-    return ProgramPlan(tuple(buckets), tuple(steps))

@@ -27,7 +27,7 @@ from graphshard.planner import (
     per_parameter_schedule,
     simulate,
 )
-from graphshard.planning.planning import named_plan
+from graphshard.planning.named_plan import named_plan
 
 # The same examples in every run, and no limit on the time of one: a busy machine fails nothing.
 EXAMPLES = settings(max_examples=60)

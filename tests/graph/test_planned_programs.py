@@ -45,7 +45,8 @@ from graphshard.planner import (
     simulate,
 )
 from graphshard.planning.extraction import Scene, extract_problem
-from graphshard.planning.planning import Planning, RegionPlanning, bucket_is_coalesced, named_plan
+from graphshard.planning.named_plan import bucket_is_coalesced, named_plan
+from graphshard.planning.planning import Planning, RegionPlanning
 from tests.graph.graphs import (
     BATCH,
     BF16,

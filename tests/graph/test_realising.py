@@ -16,7 +16,8 @@ from graphshard.graph.plan import END, PlannedBucket, PlannedStep
 from graphshard.lowering import driver
 from graphshard.planner import simulate
 from graphshard.planning.extraction import Scene
-from graphshard.planning.planning import Planning, RegionPlanning, named_plan
+from graphshard.planning.named_plan import named_plan
+from graphshard.planning.planning import Planning, RegionPlanning
 from graphshard.planning.realising import realise
 from tests.graph.graphs import Marked, Weight, toy_backward, toy_forward, toy_weights
 

@@ -84,7 +84,8 @@ def test_fsdp2s_schedule_is_taken_where_the_graphs_of_all_others_allocate_more()
 
 
 def test_units_that_users_keep_as_well_may_take_what_fsdp2_needs_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RegionPlanning, "_fsdp2_bytes", lambda *args: 1)
+    monkeypatch.setattr(RegionPlanning, "keeps_units", True)
+    monkeypatch.setattr(RegionPlanning, "_fsdp2_bytes", lambda self, way, fsdp2, on_top: fsdp2.peak_bytes * on_top)
     peak, decision = lowered(None, 0)
     assert peak <= decision.budget_bytes == simulate(decision.problem, fsdp2_schedule(decision.problem)).peak_bytes
 
