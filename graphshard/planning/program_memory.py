@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch.fx import Graph, Node
 
 from graphshard.graph.ir import PARTIAL, PassContext, may_view
@@ -25,7 +27,7 @@ class ProgramMemory:
 
     def last_read(self, gathered: Node) -> int:
         """The place of what reads a gathered parameter last; the number of nodes: it leaves the program."""
-        readers = self._readers(gathered)
+        readers = self._readers(Allocation(gathered, None))
         if any(reader.op == "output" for reader in readers):
             return len(self._place)
         return max((self._place[reader] for reader in readers), default=self._place[gathered])
@@ -34,7 +36,7 @@ class ProgramMemory:
         """Bytes of a gradient that nothing but its marker reads; 0 where it is counted with the computation."""
         found = 0
         for allocation in self._allocations[_grad(marker)]:
-            readers = [reader for reader in self._readers(allocation.node) if not may_view(reader)]
+            readers = [reader for reader in self._readers(allocation) if not may_view(reader)]
             if allocation.node.op != "placeholder" and readers == [marker]:
                 found += bytes_of(allocation)
         return found
@@ -67,9 +69,13 @@ class ProgramMemory:
             if allocation.node not in planned and allocation not in grads
         }
 
-    def _readers(self, node: Node) -> list[Node]:
-        """Everything that reads the memory of `node`, through views."""
-        found, seen = [], [node]
+    def _readers(self, allocation: Allocation) -> list[Node]:
+        """Everything that reads an allocation, through views."""
+        found, seen = list[Node](), [allocation.node]
+        if allocation.place is not None:  # other results of its node have readers of their own
+            takes = [user for user in allocation.node.users if user.target is operator.getitem]
+            seen = [user for user in takes if user.args[1] == allocation.place]
+            found = [user for user in allocation.node.users if user not in takes]
         for value in seen:  # grows
             for user in value.users:
                 if may_view(user) and user not in seen:

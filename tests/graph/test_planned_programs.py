@@ -40,6 +40,7 @@ from graphshard.planner import (
     Schedule,
     ScheduledStep,
     check_schedule,
+    fixed_size_schedule,
     fsdp2_schedule,
     is_coalesced,
     simulate,
@@ -53,7 +54,9 @@ from tests.graph.graphs import (
     CLASSES,
     F32,
     WIDTH,
+    GraphBuilder,
     Marked,
+    Weight,
     lowered_until,
     toy_backward,
     toy_forward,
@@ -240,6 +243,26 @@ def test_gradient_behind_views_is_foretold_from_where_it_is_computed() -> None:
             marker.replace_input_with(grad, view)
     problem = extract_problem(marked.graph, marked.ctx, SCENE)
     schedule = fsdp2_schedule(problem)
+    _assert_foretold(lowered(marked, schedule).graph, marked.ctx, problem, simulate(problem, schedule).live_bytes)
+
+
+@pytest.mark.parametrize("make", [fsdp2_schedule, fixed_size_schedule])
+def test_gradient_that_comes_with_another_result_is_foretold_until_it_is_sent(make: Callable[..., Schedule]) -> None:
+    build = GraphBuilder("backward")
+    weights = [Weight(f"blocks.{i}.weight", (8, 8, 3, 3), i) for i in range(4)]
+    for weight in weights:
+        build.shard(weight)
+    hidden = [build.input(f"hidden_{i}", (2, 8, 3, 3)) for i in range(4)]
+    grad, reduced = build.input("tangents_1", (2, 8, 3, 3)), []
+    as_usual = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    for weight, x in zip(weights, hidden, strict=True):
+        both = build.call(aten.convolution_backward.default, grad, x, build.unshard(weight), *as_usual)
+        grad = build.call(operator.getitem, both, 0)
+        reduced.append(build.reduce(build.call(operator.getitem, both, 1), weight))
+    marked = build.finish(*reduced, grad)
+    problem = extract_problem(marked.graph, marked.ctx, SCENE)
+    assert [reduction.grad_bytes for reduction in problem.reductions] == [4 * 8 * 8 * 9] * 4
+    schedule = make(problem)
     _assert_foretold(lowered(marked, schedule).graph, marked.ctx, problem, simulate(problem, schedule).live_bytes)
 
 
