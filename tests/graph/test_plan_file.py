@@ -13,7 +13,19 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import EXAMPLES, RANKS, backward, backward_plan, forward, plan_of, plans, problems, schedules, wrapped
+from plans import (
+    EXAMPLES,
+    RANKS,
+    backward,
+    backward_plan,
+    decided,
+    forward,
+    plan_of,
+    plans,
+    problems,
+    schedules,
+    wrapped,
+)
 
 from graphshard.plan_file import (
     Plan,
@@ -24,6 +36,7 @@ from graphshard.plan_file import (
     plan_digest,
     plan_text,
     problem_of,
+    stored_program,
     write_plan,
 )
 from graphshard.planner import Problem, check_schedule, fsdp2_schedule
@@ -342,3 +355,11 @@ below its bound: programs[0].predicted.lower_bound_us: got 1000000.0, want 0 to 
 exposed for longer than it takes: programs[0].predicted.exposed_us: got 1000000.0, want 0 to 337.56, its
     step_us""",
     )
+
+
+def test_program_that_allocates_more_than_its_budget_by_a_contract_is_written_so_that_it_loads() -> None:
+    decision = replace(decided(backward(), fsdp2_schedule(backward())), budget_bytes=1)
+    stored = stored_program(0, "resident=1", decision, outline_of(backward(), RANKS.__getitem__))
+    plan = replace(backward_plan(), programs=(stored,))
+    assert parse_plan(plan_text(plan)) == plan
+    assert stored.budget_bytes == stored.predicted.peak_bytes > 1
