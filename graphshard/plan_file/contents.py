@@ -176,7 +176,7 @@ def stored_program(region: int, flags: str, decision: Decision, outline: Outline
         max(decision.budget_bytes, simulation.peak_bytes),  # a contract may ask for more than a rank's budget
         Prediction(
             round(float(simulation.step_us), _DIGITS),
-            round(float(decision.choice.lower_bound_us), _DIGITS),
+            round(float(min(decision.choice.lower_bound_us, simulation.step_us)), _DIGITS),  # sums in other orders
             round(float(simulation.exposed_us), _DIGITS),
             simulation.peak_bytes,
         ),
