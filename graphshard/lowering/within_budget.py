@@ -45,9 +45,9 @@ def lower_within_budget(
     Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
 
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
-    help and no budget was asked for, units that are kept may come on top. Where that does not help either, what the
-    graph of FSDP2's schedule allocates is the budget: of the others the one that allocates least is taken, if that is
-    no more, else FSDP2's.
+    help and no budget was asked for, units that are kept may come on top, which is noted. Where that does not help
+    either, what the graph of FSDP2's schedule allocates is the budget: of the others the one that allocates least is
+    taken, if that is no more, else FSDP2's.
 
     Args:
         gm: graph with markers.
@@ -81,6 +81,8 @@ def _lower_until_it_fits(
     fits = _first_that_fits(gm, ctx, title, planner, flags, False, tried)
     if fits is None and planner.keeps_units:
         fits = _first_that_fits(gm, ctx, title, planner, flags, True, tried)
+        if fits is not None:
+            _note_on_top(planner, title, fits.peak_bytes)
     if fits is not None:
         return fits.lowered, fits.decision
     least = min(tried, key=lambda found: found.peak_bytes)
@@ -94,9 +96,17 @@ def _lower_until_it_fits(
     assert planner.latest is not None
     needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
     if least.peak_bytes <= needed:
+        if planner.keeps_units:
+            _note_on_top(planner, title, least.peak_bytes)
         return least.lowered, replace(least.decision, budget_bytes=needed)
     planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
     return lowered, replace(planner.latest, budget_bytes=needed)
+
+
+def _note_on_top(planner: RegionPlanning, title: str, peak: int) -> None:
+    planner.note(
+        f"{title}: allocates {peak} bytes, where units that stay gathered come on top of what FSDP2's schedules do"
+    )
 
 
 def _first_that_fits(

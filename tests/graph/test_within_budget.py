@@ -38,9 +38,11 @@ def unforeseen(num_bytes: int) -> Callable[[GraphModule, str], None]:
     return add
 
 
-def lowered(budget_bytes: int | None, unforeseen_bytes: int) -> tuple[int, Decision]:
+def lowered(
+    budget_bytes: int | None, unforeseen_bytes: int, note: Callable[[str], None] = print
+) -> tuple[int, Decision]:
     marked = toy_forward(toy_weights(6))
-    planner = RegionPlanning(Planning(SCENE, budget_bytes=budget_bytes))
+    planner = RegionPlanning(Planning(SCENE, budget_bytes=budget_bytes), note=note)
     with after_lowering(unforeseen(unforeseen_bytes)):
         program, decision = lower_within_budget(marked.gm, marked.ctx, "test", planner, "default")
     assert decision is not None
@@ -83,11 +85,25 @@ def test_fsdp2s_schedule_is_taken_where_the_graphs_of_all_others_allocate_more()
     assert notes == ["test: no other plan keeps to the memory of FSDP2's, which is taken"]
 
 
-def test_units_that_users_keep_as_well_may_take_what_fsdp2_needs_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_stay_gathered_come_on_top_where_nothing_else_fits_which_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = list[str]()
     monkeypatch.setattr(RegionPlanning, "keeps_units", True)
     monkeypatch.setattr(RegionPlanning, "_fsdp2_bytes", lambda self, way, fsdp2, on_top: fsdp2.peak_bytes * on_top)
-    peak, decision = lowered(None, 0)
+    peak, decision = lowered(None, 0, notes.append)
     assert peak <= decision.budget_bytes == simulate(decision.problem, fsdp2_schedule(decision.problem)).peak_bytes
+    on_top = "where units that stay gathered come on top of what FSDP2's schedules do"
+    assert notes == [f"test: allocates {peak} bytes, {on_top}"]
+    peak, _ = lowered(None, 2**18, notes.append)
+    assert notes[1:] == [f"test: allocates {peak} bytes, {on_top}"]
+
+
+def test_nothing_is_noted_of_a_plan_within_the_memory_of_fsdp2s(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = list[str]()
+    monkeypatch.setattr(RegionPlanning, "keeps_units", True)
+    lowered(None, 0, notes.append)
+    assert notes == []
 
 
 def test_seconds_of_passes_are_those_of_every_try_without_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
