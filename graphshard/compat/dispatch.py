@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+
+# The mode in which AOTAutograd runs a graph for the first time, to see what custom operators return;
+# None: this torch has no such check.
+_ALIAS_CHECK: type | None = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
+_NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "graphshard")
 
 
 class _Seen(TorchDispatchMode):
@@ -26,3 +34,21 @@ def each_operator(look: Callable[[Any], object]) -> AbstractContextManager[Any]:
     it may raise.
     """
     return _Seen(look)
+
+
+def without_alias_check(run: Callable[[list[Any]], Sequence[Any]], gm: GraphModule) -> Callable[..., Sequence[Any]]:
+    """`run`, the code of `gm`, which AOTAutograd's check of what users' operators return sees where `gm` has some: it
+    calls Python for each operator, a tenth of a first step.
+    """
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    if any(isinstance(target, OpOverload) and target.namespace not in _NAMESPACES for target in targets):
+        return run
+
+    def run_unseen(args: list[Any]) -> Sequence[Any]:
+        if _ALIAS_CHECK is None or type(_get_current_dispatch_mode()) is not _ALIAS_CHECK:
+            return run(args)
+        with _pop_mode_temporarily():
+            return run(args)
+
+    return run_unseen

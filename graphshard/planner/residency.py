@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from operator import add, sub
 
 from graphshard.planner.baselines import fsdp2_schedule
 from graphshard.planner.bound import lower_bound_us
@@ -29,16 +31,17 @@ def with_residency(forward: Problem, backward: Problem, units: frozenset[str]) -
     resident = {g.fqn: most_gathered_bytes(g) for g in forward.gathers if g.unit in units}
     end = len(forward.ops)
     gathers = tuple(replace(g, last_use=end) if g.fqn in resident else g for g in forward.gathers)
-    op_bytes = list(backward.op_bytes)
     last_use: dict[str, int] = {}
     for gather in backward.gathers:
         if gather.fqn in resident:
             last_use[gather.fqn] = max(last_use.get(gather.fqn, 0), gather.last_use)
+    freed = [0] * (len(backward.op_bytes) + 1)  # behind each op
     for fqn, last in last_use.items():
-        for position in range(min(last + 1, len(op_bytes))):
-            op_bytes[position] += resident[fqn]
+        freed[min(last, len(backward.op_bytes))] += resident[fqn]
+    held = accumulate(freed, sub, initial=sum(freed))
+    op_bytes = tuple(map(add, backward.op_bytes, held))
     left = tuple(g for g in backward.gathers if g.fqn not in resident)
-    return replace(forward, gathers=gathers), replace(backward, gathers=left, op_bytes=tuple(op_bytes))
+    return replace(forward, gathers=gathers), replace(backward, gathers=left, op_bytes=op_bytes)
 
 
 def fsdp2_peaks(forward: Problem, backward: Problem, units: frozenset[str]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
+from graphshard.compat.dispatch import without_alias_check
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import argument_position, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
@@ -262,7 +263,7 @@ class RegionLowering:
             log.info("graphshard: %s: passes %.1f s, compiled in %.1f s", title, record.passes_s, record.compile_s)
             plan = partial(explained_text, record, context.planning)
             show_program(context.name, title, record, context.report, plan)
-            return Program(run, record, convention, contract)
+            return Program(without_alias_check(run, lowered.gm), record, convention, contract)
 
     def _title(self, graph: MarkedGraph) -> str:
         """Name of the next program, for dumps."""
@@ -274,9 +275,8 @@ class RegionLowering:
         """Code of a lowered graph. `late`: the compilation of the region is over."""
         runnable = with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            run: BoxedCallable
             if self._bodies is None:
-                run = boxed_graph(runnable)
+                run: BoxedCallable = boxed_graph(runnable)
             else:
                 say = self.runtime.context.report.say_once
                 run = self._bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)

@@ -98,7 +98,7 @@ OF_MEMORY = (
         "graphshard/lowering/within_budget.py",
         "            if number or planner.keeps_units:\n                return None\n            raise\n",
         "            raise\n",
-        ("tests/graph/test_within_budget.py", "-k", "users"),
+        ("tests/graph/test_within_budget.py", "-k", "on_top"),
     ),
     Mutation(
         "a final graph that allocates least is not taken",
