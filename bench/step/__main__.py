@@ -129,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"turns, {options.rounds} of {options.runs} steps; medians of the slower rank; ratio: to the faster of fsdp2",
         "and fsdp2+compile, whose blocks are compiled; target: graphshard's, and whether it is met; peak: most that is",
         "resident on a rank during steps, code and compilers included; idle: the same between turns; compile: seconds",
-        f"of the first step, compilation included (GRAPHSHARD_VERIFY={verify_level()}); collectives: of one step",
+        f"of the first step, compilation included (GRAPHSHARD_VERIFY={verify_level()}); ahead from step: the first one",
+        "included, no more time than either of those two; collectives: of one step",
     )
     rows: list[TrainingRow] = []
     checks: list[CheckRow] = []

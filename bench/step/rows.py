@@ -41,6 +41,8 @@ class TrainingRow:
         low_ms: lower quartile.
         high_ms: upper quartile.
         ratio: of `step_ms` to that of the faster peer; None if no peer was measured.
+        ahead_from: the step from which on all steps together, the first one too, have taken no longer than those of any
+            peer; None if no peer was measured, or never.
     """
 
     model: str
@@ -54,6 +56,7 @@ class TrainingRow:
     low_ms: float
     high_ms: float
     ratio: float | None
+    ahead_from: int | None
 
     @property
     def target(self) -> float | None:
@@ -118,10 +121,14 @@ def training_rows(
         for system, done in turns.items()
     }
     medians_ms = {system: statistics.median(times) for system, times in steps_ms.items()}
-    peers_ms = [median_ms for system, median_ms in medians_ms.items() if system.name in PEERS]
+    first_ms = {system: 1e3 * max(on_rank.first_step_s for on_rank in first[system]) for system in turns}
+    peers = [system for system in turns if system.name in PEERS]
+    peers_ms = [medians_ms[peer] for peer in peers]
     rows = []
     for system, times in steps_ms.items():
         low_ms, _, high_ms = statistics.quantiles(times, n=4, method="inclusive")
+        mine = first_ms[system], medians_ms[system]
+        ahead = [_ahead_from(mine, (first_ms[peer], medians_ms[peer])) for peer in peers]
         rows.append(
             TrainingRow(
                 model,
@@ -130,14 +137,27 @@ def training_rows(
                 system.plan,
                 medians_ms[system],
                 max(t.peak_rss_bytes for turn in turns[system] for t in turn),
-                max(f.first_step_s for f in first[system]),
+                first_ms[system] / 1e3,
                 len(times),
                 low_ms,
                 high_ms,
                 medians_ms[system] / min(peers_ms) if peers_ms else None,
+                int(found) if math.isfinite(found := max(ahead, default=math.inf)) else None,
             )
         )
     return rows
+
+
+def _ahead_from(mine: tuple[float, float], peer: tuple[float, float]) -> float:
+    """The number of steps, at least 1, that take no longer than a peer's; infinite: never. Each is the time of the
+    first step and that of a later one.
+    """
+    (first, later), (peers_first, peers_later) = mine, peer
+    if first <= peers_first:
+        return 1.0 if later <= peers_later else math.inf
+    if later >= peers_later:
+        return math.inf
+    return 1.0 + math.ceil((first - peers_first) / (peers_later - later))
 
 
 def check_row(

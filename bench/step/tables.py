@@ -11,7 +11,7 @@ from bench.step.rows import FIRST_TOLERANCE, LATER_TOLERANCE, MAX_SPREAD, CheckR
 MIB = 2**20
 HEADER = (
     "system", "plan", "backend", "step ms", "quartiles ms", "ratio", "target", "peak MiB", "idle MiB", "compile s",
-    "gathers", "reduce-scatters", "all-reduces",
+    "ahead from step", "gathers", "reduce-scatters", "all-reduces",
 )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ def training_table(rows: Sequence[TrainingRow], checks: Sequence[CheckRow]) -> l
                 f"{row.peak_rss_bytes / MIB:.0f}",
                 f"{check.idle_rss_bytes / MIB:.0f}",
                 f"{row.compile_s:.1f}",
+                "-" if row.ahead_from is None else str(row.ahead_from),
                 str(check.all_gathers),
                 str(check.reduce_scatters),
                 str(check.all_reduces),

@@ -66,6 +66,19 @@ def test_ratios_are_to_the_faster_peer() -> None:
     assert training_table([alone], [checked(OURS)])[1].split()[7:9] == ["-", "0.90"]
 
 
+@pytest.mark.parametrize(
+    ("first_s", "ms", "ahead_from"),
+    [(1.0, 30, 1), (1.0, 50, None), (2.0, 30, 101), (2.009, 30, 102), (2.0, 40, None), (1.0, 40, 1)],
+)
+def test_the_step_from_which_on_the_first_one_is_made_up_for(first_s: float, ms: float, ahead_from: int | None) -> None:
+    firsts = {EAGER: [first(0.5), first(1.0)], BLOCKS: [first(1.0), first(0.1)], OURS: [first(first_s), first(0.1)]}
+    turns = {system: [[turn(time, time), turn(1, 1)]] for system, time in ((EAGER, 60), (BLOCKS, 40), (OURS, ms))}
+    *_, row = training_rows("demo", firsts, turns)
+    assert row.ahead_from == ahead_from
+    steps = ahead_from or 1000
+    assert (first_s + (steps - 1) * ms / 1e3 <= 1 + (steps - 1) * 0.04) == (ahead_from is not None)
+
+
 @pytest.mark.parametrize(("ms", "met"), [(35.9, True), (36.1, False)])
 def test_targets_are_those_of_graphshard_with_inductor(ms: float, met: bool) -> None:
     other = System("graphshard", "aot_eager", "fsdp2")
@@ -199,7 +212,7 @@ def test_json_has_versions_machine_and_rows() -> None:
     assert list(written)[:3] == ["versions", "machine", "rows"]
     assert written["versions"]["torch"] == torch.__version__
     assert (written["machine"]["load"], written["machine"]["load_after"]) == (0.1, 2.5)
-    assert [list(row) for row in written["rows"]] == [[*ROW_KEYS, "low_ms", "high_ms", "ratio"]] * 2
+    assert [list(row) for row in written["rows"]] == [[*ROW_KEYS, "low_ms", "high_ms", "ratio", "ahead_from"]] * 2
     assert [row["plan"] for row in written["rows"]] == [None, "fsdp2"]
     assert [list(row) for row in written["checks"]] == [[f.name for f in fields(CheckRow)]] * 2
 
