@@ -55,7 +55,6 @@ from graphshard.state.calling_convention import CallingConvention, post_forward_
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
 from graphshard.state.shards import Shard
 from graphshard.state.signatures import contract_params, ordered_units, program_key, shown_state
-from graphshard.state.unit_state import KEEP
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +121,8 @@ class RegionLowering:
         """Decides which units stay gathered from this forward to its backward."""
         if self._planner is None:
             return
-        holdings = self.runtime.holdings
-        by_default = frozenset(unit.name for unit in binding.units if holdings.residency.behind_forward(unit) == KEEP)
+        residency = self.runtime.holdings.residency
+        by_default = frozenset(unit.name for unit in binding.units if residency.stays_by_flag(unit))
         kept = self._planner.keep_units(
             lambda: self._outlined("forward", graph.gm, binding),
             lambda: self._outlined("backward", backward, binding),
@@ -131,7 +130,7 @@ class RegionLowering:
             lambda choose: self.settled(KEPT, binding, choose),
         )
         if kept is not None:
-            holdings.residency.decide({unit: unit.name in kept for unit in binding.units})
+            residency.decide({unit: unit.name in kept for unit in binding.units})
 
     def structure_for(self, forward: Binding) -> str:
         """The structure of a forward: parts of a unit that are equal share the region here, but not on all ranks."""

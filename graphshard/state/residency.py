@@ -34,6 +34,10 @@ class Residency:
             return KEEP
         return RESHARD if unit.post_forward_mesh is None else TO_POST_FORWARD
 
+    def stays_by_flag(self, unit: Unit) -> bool:
+        """Whether a unit stays gathered behind the running forward in FSDP2, whatever was decided."""
+        return not unit.reshard_after_forward or self._must_stay(unit)
+
     def at_end_of_forward(self, unit: Unit) -> int:
         """The same at its end: what was to stay for backward alone goes where there will be none."""
         stays, _ = self._decided.get(unit, (False, False))
