@@ -94,6 +94,20 @@ OF_MEMORY = (
         ("tests/dist/test_auto_plan.py", "-k", "without_a_budget"),
     ),
     Mutation(
+        "units that were planned to stay count as FSDP2's where a region is captured again",
+        "graphshard/runtime/region_lowering.py",
+        "if residency.stays_by_flag(unit)",
+        "if residency.behind_forward(unit) == 1",
+        ("tests/dist/test_auto_plan.py", "-k", "captured_again"),
+    ),
+    Mutation(
+        "AOTAutograd's check looks at programs without users' operators",
+        "graphshard/compat/dispatch.py",
+        "if _ALIAS_CHECK is None or ",
+        "if True or ",
+        ("tests/graph/test_alias_check.py",),
+    ),
+    Mutation(
         "units that users keep as well leave less than FSDP2 needs for them",
         "graphshard/lowering/within_budget.py",
         "            if number or planner.keeps_units:\n                return None\n            raise\n",
