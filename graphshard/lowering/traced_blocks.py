@@ -119,7 +119,8 @@ class _Bodies:
             except _Refused as why:
                 left.append(str(why))
             except Exception as error:  # of the compiler's front end: where the whole fails too, it says so
-                left.append(f"one of them cannot be traced alone: {type(error).__name__}: {_first_line(error)}")
+                what = ": ".join(filter(None, (type(error).__name__, _first_line(error))))
+                left.append(f"one of them cannot be traced alone: {what}")
         return left
 
     def trace_with_gradient(self, name: str, output: int, stride: Sequence[int]) -> bool:

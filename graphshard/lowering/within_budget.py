@@ -82,7 +82,7 @@ def _lower_until_it_fits(
     if fits is None and planner.keeps_units:
         fits = _first_that_fits(gm, ctx, title, planner, flags, True, tried)
         if fits is not None:
-            _note_on_top(planner, title, fits.peak_bytes)
+            _note_on_top(planner, ctx, title, fits.peak_bytes)
     if fits is not None:
         return fits.lowered, fits.decision
     least = min(tried, key=lambda found: found.peak_bytes)
@@ -97,16 +97,18 @@ def _lower_until_it_fits(
     needed = max(planner.latest.choice.simulation.peak_bytes, peak_bytes(lowered.gm.graph, ctx))
     if least.peak_bytes <= needed:
         if planner.keeps_units:
-            _note_on_top(planner, title, least.peak_bytes)
+            _note_on_top(planner, ctx, title, least.peak_bytes)
         return least.lowered, replace(least.decision, budget_bytes=needed)
     planner.note(f"{title}: no other plan keeps to the memory of FSDP2's, which is taken")
     return lowered, replace(planner.latest, budget_bytes=needed)
 
 
-def _note_on_top(planner: RegionPlanning, title: str, peak: int) -> None:
-    planner.note(
-        f"{title}: allocates {peak} bytes, where units that stay gathered come on top of what FSDP2's schedules do"
-    )
+def _note_on_top(planner: RegionPlanning, ctx: PassContext, title: str, peak: int) -> None:
+    if (more := peak - planner.fsdp2_bytes) > 0:
+        planner.note(
+            f"{title} [{ctx.flags}]: allocates {peak} bytes, {more} more than FSDP2's schedules, for units that stay "
+            "gathered; for less, want reshard_after_forward=True or a memory_budget"
+        )
 
 
 def _first_that_fits(

@@ -12,8 +12,8 @@ from graphshard.planner.simulator import simulate
 
 # So many gathers and reductions are a small problem.
 SMALL = 8
-# So many moves are simulated at most, from one start.
-_MOVES = 2500
+# Moves are simulated as long as those from one start have no more ops in all.
+_OPS = 20_000
 
 
 def is_small(problem: Problem) -> bool:
@@ -25,7 +25,7 @@ def polished(problem: Problem, schedule: Schedule, budget_bytes: float) -> Sched
     """`schedule`, or a faster one within the budget that single moves lead to."""
     found = simulate(problem, schedule)
     best_us, best_bytes = found.step_us, sum(found.live_bytes)
-    improved, left = True, _MOVES
+    improved, left = True, _OPS // max(1, len(problem.ops))
     while improved:
         improved = False
         for other in _moved(problem, schedule):

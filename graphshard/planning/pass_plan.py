@@ -15,6 +15,9 @@ from graphshard.graph.markers import UNSHARD
 from graphshard.planner import BudgetTooSmall, GatherTask, Problem, ReductionTask, RegionRun, pass_problem
 from graphshard.planning.plan_cache import remembered_schedule
 
+# Less is not worth a word.
+_SHOWN_MS = 0.05
+
 
 class PlannedGather(NamedTuple):
     """Units that are gathered together.
@@ -59,7 +62,8 @@ class PassPlan:
                 units = sum(len(group.units) for group in groups)
                 told.append(f"{units} units {what} in {len(groups)} collectives")
         saved_ms = (self.one_ahead_us - self.predicted_us) / 1e3
-        return f"between regions, {', '.join(told)}, {saved_ms:.1f} ms less than one unit at a time, as predicted"
+        saved = f", {saved_ms:.1f} ms less than one unit at a time, as predicted" if saved_ms >= _SHOWN_MS else ""
+        return f"between regions, {', '.join(told)}{saved}"
 
     def text(self) -> str:
         """All of it, in one line."""

@@ -124,6 +124,7 @@ class RegionPlanning:
     Attributes:
         latest: what was decided last, None if nothing was.
         replayed: whether that comes from a stored plan.
+        fsdp2_bytes: what FSDP2's schedules allocate in the program that was planned last, or in a usual step.
         spent_s: seconds that planning took so far, without waits for other ranks.
         note: of the arguments.
     """
@@ -140,6 +141,7 @@ class RegionPlanning:
         self._runs: dict[Graph, RegionRun] = {}
         self.latest: Decision | None = None
         self.replayed = False
+        self.fsdp2_bytes = 0
         self.spent_s = 0.0
         self._told_s = 0.0
 
@@ -257,6 +259,7 @@ class RegionPlanning:
         if planning.stored is not None:
             self._note_missing(name)
         fsdp2 = simulate(problem, fsdp2_schedule(problem))
+        self.fsdp2_bytes = self._fsdp2_bytes(ctx.direction, fsdp2, False)
         budget_bytes = planning.budget_bytes or self._fsdp2_bytes(ctx.direction, fsdp2, on_top)
         if as_fsdp2 or not self.chooses:
             choice = Choice(fsdp2_schedule(problem), fsdp2, lower_bound_us(problem), "fsdp2", ())

@@ -18,6 +18,7 @@ from graphshard.planner import (
     Problem,
     Schedule,
     ScheduledStep,
+    Simulation,
     Transfer,
     best_schedule,
     check_schedule,
@@ -25,6 +26,7 @@ from graphshard.planner import (
     is_coalesced,
     lower_bound_us,
     per_parameter_schedule,
+    polish,
     simulate,
 )
 from graphshard.planner.blocks import repeated_blocks, shortened
@@ -144,6 +146,26 @@ def test_planning_grows_little_with_depth(backward: bool) -> None:
     assert positions_scheduled(32, False, 60) <= 2.2 * positions_scheduled(16, False, 60)
     assert positions_scheduled(96, True, 240) <= 1.6 * positions_scheduled(48, True, 240)
     assert positions_scheduled(96, True, 240) < positions_scheduled(96, False, 240)
+
+
+@pytest.mark.parametrize("ops", [20, 400])
+def test_single_steps_of_few_collectives_are_moved_for_so_many_ops_in_all(
+    ops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = list[int]()
+
+    def counted(problem: Problem, schedule: Schedule) -> Simulation:
+        simulated.append(len(problem.ops))
+        return simulate(problem, schedule)
+
+    monkeypatch.setattr(polish, "simulate", counted)
+    few = stack(2)
+    gathers = tuple(replace(g, first_use=g.first_use * ops // 10, last_use=g.last_use * ops // 10) for g in few.gathers)
+    names, us, num_bytes = tuple(f"op{i}" for i in range(ops)), (80.0 / ops,) * ops, (5000,) * ops
+    problem = replace(few, ops=names, op_us=us, op_bytes=num_bytes, gathers=gathers)
+    assert polish.is_small(problem)
+    polish.polished(problem, fsdp2_schedule(problem), 10**6)
+    assert 0 < sum(simulated) <= polish._OPS + ops
 
 
 def test_lower_bound_counts_the_latency_of_a_coalesced_bucket_once() -> None:
