@@ -37,12 +37,13 @@ def each_operator(look: Callable[[Any], object]) -> AbstractContextManager[Any]:
 
 
 def without_alias_check(run: Callable[[list[Any]], Sequence[Any]], gm: GraphModule) -> Callable[..., Sequence[Any]]:
-    """`run`, the code of `gm`, which AOTAutograd's check of what users' operators return sees where `gm` has some: it
-    calls Python for each operator, a tenth of a first step.
+    """`run`, the code of `gm`, which AOTAutograd's check of what users' operators return sees where `gm` has some: the
+    check calls Python for each operator.
     """
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes}
-    if any(isinstance(target, OpOverload) and target.namespace not in _NAMESPACES for target in targets):
+    # One that writes its arguments is an argument itself, of `auto_functionalized`.
+    named = (value for graph in graphs for node in graph.nodes for value in (node.target, *node.args))
+    if any(isinstance(value, OpOverload) and value.namespace not in _NAMESPACES for value in named):
         return run
 
     def run_unseen(args: list[Any]) -> Sequence[Any]:

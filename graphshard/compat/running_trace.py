@@ -23,6 +23,10 @@ from torch._guards import TracingContext
 
 # What Dynamo puts around a guard that failed: the number of what was captured before, advice.
 _CAPTURE, _HINT = re.compile(r"^\d+/\d+: "), re.compile(r"\(HINT: .*\)$")
+# Where a module keeps another, and the shard of a parameter.
+_INNER = re.compile(r"\._modules\['(\w+)'\]|\.?__dict__\['_graphshard_shard_(\w+)'\](?:\[0\])?")
+# Our own code says nothing about a user's.
+_OWN_CODE = re.compile(r"\bgraphshard/(capture|compat|fsdp2|runtime|state)/\w+\.py:")
 
 
 def surrounding_graph() -> str | None:
@@ -43,13 +47,14 @@ def traced_code() -> CodeType:
 
 
 def failed_guard() -> str:
-    """Which guard of what was captured of this frame before failed, and the code that needs it, if Dynamo says them;
-    ``""``: it captures the frame for the first time.
+    """Which guard of what was captured of this frame before failed, and the user's code that needs it, if Dynamo says
+    them; ``""``: it captures the frame for the first time.
     """
     metrics: dict[str, Any] = getattr(get_metrics_context(), "_metrics", {})
     told = str(metrics.get("recompile_reason") or "").partition("\n")[0]
     guard, *comments = (part.strip() for part in _HINT.sub("", _CAPTURE.sub("", told)).split("  #"))
-    code = next((part for part in reversed(comments) if part), "")
+    code = next((part for part in reversed(comments) if part and not _OWN_CODE.search(part)), "")
+    guard = _INNER.sub(lambda found: f".{found[1] or found[2]}", guard)
     return f"{guard} ({code})" if code else guard
 
 

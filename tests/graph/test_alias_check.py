@@ -11,8 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from graphshard.compat import dispatch
 from graphshard.compat.dispatch import without_alias_check
 
+
+def _add_one(x: Tensor) -> None:
+    x.add_(1)
+
+
 LIBRARY = torch.library.Library("of_a_user", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.define("add_one(Tensor(a!) x) -> ()")
+LIBRARY.impl("add_one", _add_one, "CompositeExplicitAutograd")
 LIBRARY.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
 
 
@@ -56,6 +63,16 @@ def test_the_check_sees_no_program_of_torchs_operators() -> None:
 def test_the_check_sees_a_program_with_a_users_operator(nested: bool) -> None:
     assert CHECK is not None
     assert seen_in(program(torch.ops.of_a_user.twice.default, nested), CHECK) == [CHECK]
+
+
+@pytest.mark.skipif(CHECK is None, reason="this torch has no such check")
+def test_the_check_sees_a_program_with_a_users_operator_that_writes() -> None:
+    assert CHECK is not None
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.higher_order.auto_functionalized, (torch.ops.of_a_user.add_one.default,), {"x": x})
+    graph.output((x,))
+    assert seen_in(GraphModule(torch.nn.Module(), graph), CHECK) == [CHECK]
 
 
 def test_another_mode_sees_each_program() -> None:

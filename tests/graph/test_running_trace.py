@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from graphshard.compat import running_trace
 from graphshard.compat.running_trace import failed_guard
 
 
@@ -65,3 +67,23 @@ def test_guard_that_failed_is_named_with_where_its_code_stands(
     assert second.startswith(guard)
     assert ("test_running_trace.py" in second) == has_code
     assert "HINT" not in second and "\n" not in second
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            "3/1: tensor 'module._modules['blocks']._modules['1'].__dict__['_graphshard_shard_bias'][0]' requires_grad "
+            "mismatch. expected requires_grad=1  # graphshard/capture/unit_inputs.py:26 in entering",
+            "tensor 'module.blocks.1.bias' requires_grad mismatch. expected requires_grad=1",
+        ),
+        (
+            "0/0: args[1] == 2.0  # return x * args[1]  # train.py:7 in forward",
+            "args[1] == 2.0 (train.py:7 in forward)",
+        ),
+    ],
+)
+def test_guard_that_failed_is_named_in_the_users_words(told: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = SimpleNamespace(_metrics={"recompile_reason": told})
+    monkeypatch.setattr(running_trace, "get_metrics_context", lambda: metrics)
+    assert failed_guard() == said
