@@ -45,9 +45,9 @@ def lower_within_budget(
     Its seconds in passes are those of every try, without the planner's (`RegionPlanning.spent_s`).
 
     Where the lowered graph allocates more than the budget, it is planned again with that much less. Where that does not
-    help and no budget was asked for, units that are kept may come on top, which is noted. Where that does not help
-    either, what the graph of FSDP2's schedule allocates is the budget: of the others the one that allocates least is
-    taken, if that is no more, else FSDP2's.
+    help and no budget was asked for, units that are kept may come on top, which is noted unless flags that users set
+    since keep more. Where that does not help either, what the graph of FSDP2's schedule allocates is the budget: of the
+    others the one that allocates least is taken, if that is no more, else FSDP2's.
 
     Args:
         gm: graph with markers.
@@ -104,10 +104,11 @@ def _lower_until_it_fits(
 
 
 def _note_on_top(planner: RegionPlanning, ctx: PassContext, title: str, peak: int) -> None:
-    if (more := peak - planner.fsdp2_bytes) > 0:
+    stay = {ctx.params[name].unit for name in (*ctx.flags.kept, *ctx.flags.resident)}
+    if planner.has_kept(stay) and (more := peak - planner.fsdp2_bytes) > 0:
         planner.note(
-            f"{title} [{ctx.flags}]: allocates {peak} bytes, {more} more than FSDP2's schedules, for units that stay "
-            "gathered; for less, want reshard_after_forward=True or a memory_budget"
+            f"{title} [{ctx.flags}]: allocates {peak} bytes, for units that stay gathered {more} more than FSDP2's "
+            "schedules by the flags of its capture; for less, want reshard_after_forward=True or a memory_budget"
         )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,7 +124,8 @@ class RegionPlanning:
     Attributes:
         latest: what was decided last, None if nothing was.
         replayed: whether that comes from a stored plan.
-        fsdp2_bytes: what FSDP2's schedules allocate in the program that was planned last, or in a usual step.
+        fsdp2_bytes: what FSDP2's schedules allocate by the flags of the capture: most of the program that was planned
+            last, and of those of a usual step.
         spent_s: seconds that planning took so far, without waits for other ranks.
         note: of the arguments.
     """
@@ -180,6 +181,10 @@ class RegionPlanning:
     def keeps_units(self) -> bool:
         """Whether units that it keeps gathered are counted within a budget that nobody asked for."""
         return not self.budget_is_asked and any(self._kept_bytes.values())
+
+    def has_kept(self, units: Set[str]) -> bool:
+        """Whether it was planned that all of these units stay gathered; else flags that were set since keep some."""
+        return units <= (self._kept or frozenset())
 
     @property
     def budget_is_asked(self) -> bool:

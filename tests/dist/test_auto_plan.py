@@ -148,6 +148,21 @@ def test_what_is_captured_again_gets_no_more_memory_than_before(two_ranks: Worke
             assert again <= 1.01 * first  # what was agreed on is counted op by op as it was agreed, which is coarser
 
 
+def notes_where_users_keep_all() -> list[str]:
+    torch.manual_seed(0)
+    model: Any = graphshard.compile(models.Decoder(layers=4), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    for _ in range(2):
+        model(*models.tokens(0, torch.distributed.get_rank())).square().mean().backward()
+        model.set_reshard_after_forward(False)
+    report = graphshard.report(model)
+    assert len(report.programs) == 4
+    return list(report.notes)
+
+
+def test_memory_of_units_that_users_keep_is_not_noted_as_the_plans(two_ranks: WorkerPool) -> None:
+    assert two_ranks.run(notes_where_users_keep_all) == [[], []]
+
+
 def gradients_seen_behind_inference(backend: str, regions: str) -> tuple[set[str], set[str]]:
     """FQNs with a gradient behind a backward, and behind a forward without one that follows it."""
     torch.manual_seed(0)
