@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +30,6 @@ from graphshard.graph.markers import UNSHARD
 # On the instance: the engine that runs it.
 ENGINE = "_graphshard_engine"
 SHARD_PREFIX = "_graphshard_shard_"
-# Names of entry points' code begin so.
-_ENTRY = "call_"
 
 
 def shard_key(name: str) -> str:
@@ -73,6 +70,9 @@ class ModelRunner(Protocol):
     def handed_out(self, module: nn.Module, name: str) -> None:
         """Is told that code around graphs has a parameter as a shard."""
 
+    def put_back(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Has a parameter in its place again, where forward took it out and registers what it had read of it."""
+
     def unshard(self, module: nn.Module, async_op: bool) -> UnshardHandle | None:
         """`FSDPModule.unshard`."""
 
@@ -109,6 +109,7 @@ def marked_class(cls: type[nn.Module], names: tuple[str, ...], may_have_twins: b
         body: dict[str, Any] = _seen_as(cls) | {name: _parameter_property(name) for name in names}
         body["__call__"] = _calling(traced_once(cls.__call__) if may_have_twins else cls.__call__)
         body[_OWN_CALL] = cls.__call__
+        body["register_buffer"] = _registering(cls.register_buffer, names)
         if issubclass(cls, nn.RNNBase):
             body["_flat_weights"] = property(_read_flat_weights, _write_flat_weights)
         bases: tuple[type, ...] = (cls,)
@@ -125,6 +126,7 @@ def marked_around(cls: type[nn.Module]) -> type[nn.Module]:
     return _AROUND[cls]
 
 
+@inline_only
 def own_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a marked one marks; another one itself."""
     own: type[nn.Module] = vars(cls).get(_OWN_CLASS, cls)
@@ -207,21 +209,18 @@ def _parameter_property(name: str) -> property:
         return f"{own_class(type(self)).__name__.removeprefix('FSDP')}.{name}"
 
     # `nn.Module` comes first with what it registers: this is what takes the place of a parameter that was deleted.
-    def refuse(self: nn.Module) -> None:
-        if self.__dict__[ENGINE].compiled:
-            raise UnsupportedModel(
-                f"{said(self)}: taken out of its module, as by a parametrization that is registered in forward (peft's "
-                "target_parameters); want that before graphshard.compile, or calls in graphshard.eager(model)"
-            )
-
     def instead(self: nn.Module) -> Any:
-        refuse(self)
         if name not in self.__dict__:
             raise AttributeError(f"{said(self)}: no such attribute")
         return self.__dict__[name]
 
     def write(self: nn.Module, value: object) -> None:
-        refuse(self)
+        if self.__dict__[ENGINE].compiled:
+            raise UnsupportedModel(
+                f"{said(self)}: taken out of its module, and another value put in its place; want it to stay, a "
+                "parametrization (torch.nn.utils.parametrize) before graphshard.compile or for a while in forward, or "
+                "calls in graphshard.eager(model)"
+            )
         self.__dict__[name] = value
 
     def delete(self: nn.Module) -> None:
@@ -229,6 +228,27 @@ def _parameter_property(name: str) -> property:
         del self.__dict__[name]
 
     return property(inline_only(read), write, delete)
+
+
+def _registering(register: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
+    """`register_buffer`, which puts a sharded parameter back: a parametrization that forward registers and removes
+    (peft's `target_parameters`) leaves what it was made for there, and a gathered parameter is no `nn.Parameter`.
+    """
+
+    def register_buffer(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name not in names or not _put_back(self, name, tensor):
+            register(self, name, tensor, persistent)
+
+    return inline_only(register_buffer)
+
+
+@uncaptured
+def _put_back(module: nn.Module, name: str, value: Tensor | None) -> bool:
+    engine: ModelRunner = module.__dict__[ENGINE]
+    if value is None or not engine.compiled:
+        return False
+    engine.put_back(module, name, value)
+    return True
 
 
 @inline_only
@@ -374,24 +394,3 @@ def forward_method(method: Callable[..., Any], pre: Callable[..., Any], post: Ca
         return engine.call_method(self, entry, args, kwargs)
 
     return inline_only(call)
-
-
-def entry_point(cls: type[nn.Module], body: Callable[..., Any] = own_call) -> Callable[..., Any]:
-    """A function that calls a module, or another function with it, with a code object of its own.
-
-    Dynamo keeps its compiled code, and counts recompilations, per code object: so each marked class of each model gets
-    one.
-    """
-
-    def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return body(module, *args, **kwargs)
-
-    call_module.__code__ = call_module.__code__.replace(co_name=f"{_ENTRY}{cls.__name__}")
-    return call_module
-
-
-def is_entry_point(code: CodeType) -> bool:
-    """Whether it is the code of such a function, from its beginning: not of what Dynamo makes of the rest behind a
-    graph break.
-    """
-    return code.co_filename == __file__ and code.co_name.startswith(_ENTRY)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from graphshard.reporting.report import by_place
 from graphshard.reporting.table_text import plain_table
 
 # Worst first. ignored: it does not do what it says, without any error, under eager FSDP2 as under graphshard.
@@ -103,9 +103,8 @@ def _rows(finding: Finding) -> list[tuple[str, str, str, str]]:
 
 def _shortened(where: Sequence[str]) -> list[str]:
     """Places, those that differ in numbers in one line: ``layers.*.weight (12)``."""
-    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", place) for place in where)
-    exact = {re.sub(r"(?<![^.])\d+(?![^.])", "*", place): place for place in where}
-    lines = [f"{name} ({count})" if count > 1 else exact[name] or "the model" for name, count in counts.items()]
+    counts = by_place(Counter(where))
+    lines = [f"{name} ({count})" if count > 1 else name or "the model" for name, count in counts.items()]
     more = len(lines) - _SHOWN_PLACES
     shown = lines if more <= 1 else [*lines[:_SHOWN_PLACES], f"... {more} more"]
     return [part for line in shown for part in textwrap.wrap(line, _WHERE_WIDTH, subsequent_indent="  ") or [""]]

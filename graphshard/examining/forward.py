@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from graphshard import fsdp2
-from graphshard.capture.marked_classes import entry_point
+from graphshard.capture.entry_code import entry_point
 from graphshard.compat import fake_forward
 from graphshard.compat.dynamo import capture_settings
 from graphshard.compat.graph_breaks import GraphBreak, recorded_graph_breaks

@@ -104,8 +104,9 @@ def _kept_elsewhere(runs: Sequence[RegionRun]) -> list[int]:
     """Bytes kept for backward beside what each run itself leaves or takes, which its own problem counts."""
     taken = [min(run.kept_bytes, 0) for run in runs]
     left = [max(run.kept_bytes, 0) for run in runs]
-    before = max(0, -sum(taken) - sum(left))  # what an earlier pass has left
-    return [before + gone for gone in accumulate(map(sum, zip(taken, [0, *left], strict=False)))]
+    gone = list(accumulate(map(sum, zip(taken, [0, *left], strict=False))))
+    before = -min(0, *gone)  # what an earlier pass has left: all that is taken before a run of this one leaves it
+    return [before + bytes_gone for bytes_gone in gone]
 
 
 def _whole_gather(unit: str, members: Sequence[GatherTask], at: int, last_use: int, ready: int) -> GatherTask:

@@ -5,6 +5,7 @@ compiled.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,10 +221,20 @@ class Report:
             for number, why in self.captured_again.items()
         ]
         if self.eager_unshards:
-            lines.append(f"  read outside graphs: {dict(self.eager_unshards)}")
+            lines.append(f"  read outside graphs: {by_place(self.eager_unshards)}")
         if self.eager_reductions:
-            lines.append(f"  gradients of such reads: {dict(self.eager_reductions)}")
+            lines.append(f"  gradients of such reads: {by_place(self.eager_reductions)}")
         return "\n".join(lines + [f"  {line}" for line in (*self.fallbacks, *self.notes)])
+
+
+def by_place(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts of places (FQNs), of those that differ in numbers together: ``{"layers.*.weight": 24}``."""
+    alike: dict[str, list[str]] = {}
+    for place in counts:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", place), []).append(place)
+    return {
+        name if len(places) > 1 else places[0]: sum(counts[place] for place in places) for name, places in alike.items()
+    }
 
 
 def _say_once(lines: list[str], line: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphshard.capture.marked_classes import is_entry_point
+from graphshard.capture.entry_code import is_entry_point
 from graphshard.compat.block_trace import trace_apart
 from graphshard.compat.dynamo import ends_in_graph_break, leave_frame
 from graphshard.compat.inductor import (
@@ -42,6 +42,7 @@ from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.selective import recomputing_all
 from graphshard.runtime.uncompiled import as_it_is, gathering_one_by_one, is_one_call
 from graphshard.state.model_context import ModelContext
+from graphshard.state.shard_table import OTHER_VALUES
 from graphshard.state.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def make_backend(
         runtime = runtime_of()
         if runtime is None:
             raise AssertionError("a graph was captured for a model that was deleted")
-        _check_functional_calls(runtime, fullgraph)
+        _check_other_values(runtime, fullgraph)
         _check_collectives(runtime, gm, fullgraph)
         _check_writes(runtime, gm, inputs, fullgraph)
         if is_one_call(gm):
@@ -170,15 +171,18 @@ def make_backend(
     return graphshard
 
 
-def _check_functional_calls(runtime: ModelRuntime, fullgraph: bool) -> None:
-    """Has a frame run as it is that calls a module with values in the place of its parameters: a trace reads these."""
-    if not has_read_in_functional_call():
+def _check_other_values(runtime: ModelRuntime, fullgraph: bool) -> None:
+    """Has a frame run as it is that calls a module with values in the place of its parameters: a trace reads these. So
+    is one that runs while a parametrization that forward has registered is there: it would be captured in each call, as
+    that makes a new class.
+    """
+    shards = runtime.holdings.shards
+    if not has_read_in_functional_call() and (is_entry_point(traced_code()) or not shards.some_taken_out()):
         return
-    said = "forward calls a module with other values than its parameters (torch.func.functional_call)"
     if fullgraph:
-        raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
-    runtime.holdings.shards.say_other_values()
-    leave_frame(said)
+        raise UnsupportedModel(f"{runtime.context.name}: {OTHER_VALUES}; got fullgraph=True, want fullgraph=False")
+    shards.say_other_values()
+    leave_frame(OTHER_VALUES)
 
 
 def _check_collectives(runtime: ModelRuntime, gm: GraphModule, fullgraph: bool) -> None:

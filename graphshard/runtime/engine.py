@@ -113,7 +113,7 @@ class Engine:
             user_comms.register(unit.key, unit)
         self._eager = EagerMode(model, self.units, context, self.holdings)
         self.shards.grad_came = self.backward.runs
-        self.has_other_values = self.shards.has_other_values
+        self.has_other_values, self.put_back = self.shards.has_other_values, self._outside.put_back
         self.backward.begin, self.backward.end = self._eager.take_held, self._end_backward
         self._entries.outer = mark_classes(self, context.name, self.units, self._unit_modules, blocks)
         self._eager.take_hooks()

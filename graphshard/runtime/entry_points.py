@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graphshard.capture import marked_classes
+from graphshard.capture.entry_code import entry_point
 from graphshard.capture.marking import hook_keys, shared_code_key
 from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed, capture_settings
@@ -106,7 +107,8 @@ class EntryPoints:
         """
         if method is None and self._options.regions == "unit" and id(module) in self.outer:
             return marked_classes.own_call(module, *args, **kwargs)
-        if method is None and self._forward.nested and self._holdings.shards.has_other_values(module):
+        inside = self._forward.nested or self._forward.in_backward
+        if method is None and inside and self._holdings.shards.has_other_values(module):
             for unit in self._holdings.shards.units_of(module):
                 raise UnsupportedModel(
                     f"forward calls '{unit.name}' with other values than its parameters (torch.func.functional_call), "
@@ -158,7 +160,7 @@ class EntryPoints:
     ) -> Callable[..., Any]:
         body = marked_classes.own_call if method is None else method.body
         return torch.compile(
-            marked_classes.entry_point(type(module), body),
+            entry_point(type(module), body),
             backend=self._backend,
             fullgraph=self._options.fullgraph,
             dynamic=dynamic,

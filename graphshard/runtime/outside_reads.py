@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from graphshard.capture.marked_classes import own_class, shard_key
 from graphshard.compat.dynamo import uncaptured
+from graphshard.compat.modules import own_parameters
+from graphshard.compat.tensors import address
+from graphshard.errors import UnsupportedModel
 from graphshard.following.follower import Follower
 from graphshard.fsdp2 import Unit
 from graphshard.reporting.report import ProgramRecord, Report
@@ -52,6 +57,7 @@ class OutsideReads:
         self._report = report
         self.served: set[Shard] = set()
         self._gathered: dict[tuple[int, bool], Tensor] = {}
+        self._read_at: dict[Shard, int] = {}  # where its elements were when it was last read
         self.bring: Callable[[Shard], bool] = lambda shard: False
 
     def clear(self) -> None:
@@ -80,8 +86,9 @@ class OutsideReads:
         sends = shard.full is None
         if not self.bring(shard):
             self._holdings.gathers.gather_whole(self._holdings.split.in_forward(frozenset([shard.unit]), broken=True))
-        owner = shard.fqn.rpartition(".")[0] or "the root"
-        self._report.say_once(f"{owner} reads parameters outside any graph: they are gathered and reduced there")
+        self._report.say_once(
+            f"{_owner(shard)} reads parameters outside any graph: they are gathered and reduced there"
+        )
         return self._gather(shard, sends, None, None)
 
     def read_in_graph(self, leaf: Tensor, forward: ProgramRecord, backward: ProgramRecord) -> Tensor:
@@ -95,6 +102,26 @@ class OutsideReads:
         shard = self._holdings.shards.at(leaf)
         self._touch(shard)
         return self._gather(shard, shard.full is None, forward, backward)
+
+    def put_back(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Has a parameter in its place again, where forward took it out and registers what it had read of it.
+
+        Args:
+            module: that owns it.
+            name: of it, there.
+            value: what is registered.
+
+        Raises:
+            UnsupportedModel: that is not what was read.
+        """
+        shard = self._holdings.shards.at(module.__dict__[shard_key(name)][0])
+        if address(value.to_local() if isinstance(value, DTensor) else value) != self._read_at.get(shard):
+            raise UnsupportedModel(
+                f"{shard.fqn}: forward took it out of its module, and registers another value there; want what was "
+                "taken out (remove_parametrizations(..., leave_parametrized=False)), or calls in "
+                "graphshard.eager(model)"
+            )
+        own_parameters(module)[name] = shard.registered
 
     def _touch(self, shard: Shard) -> None:
         """What is gathered by hand must have arrived."""
@@ -112,6 +139,7 @@ class OutsideReads:
             if (node := gathered.grad_fn) is not None:
                 node.call = self._follower.outside_call(shard, node) or self._call(shard, node)  # type: ignore[attr-defined]
             full = gathered
+            self._read_at[shard] = address(full)
             if self._holdings.forward.runs:  # when a checkpoint is recomputed in backward, nothing would free it
                 self._gathered[key] = full
                 if forward is None and self._may_be_emptied():
@@ -156,6 +184,15 @@ class OutsideReads:
             shard.report.eager_reductions[shard.fqn] += 1  # at the end of this backward, with the rest of its unit
         elif shard.unit.reduce_grads and not shard.unit.reduce_unused:
             self._programs.reduce([shard], record)
+
+
+def _owner(shard: Shard) -> str:
+    """Says which module owns a parameter, in the same words for equal blocks."""
+    owner, unit = shard.fqn.rpartition(".")[0], shard.unit
+    if not unit.name:
+        return owner or "the root"
+    block = own_class(type(unit.modules[0])).__name__.removeprefix("FSDP")
+    return f"{block} {owner.removeprefix(unit.name).removeprefix('.')}".rstrip()
 
 
 class _Read(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.fx import GraphModule
 
 from graphshard.capture import marked_classes
+from graphshard.capture.entry_code import entry_point
 from graphshard.capture.units import resolve_units
 from graphshard.compat.fake import fake_process_group
 from graphshard.compat.inductor import compile_region_inductor
@@ -172,7 +173,7 @@ class _Recorder(Engine):
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
             return compile_region_inductor(gm, values, without_loss, partitioner)
 
-        entry = marked_classes.entry_point(type(self.model))
+        entry = entry_point(type(self.model), marked_classes.own_call)
         compiled = torch.compile(entry, backend=record, fullgraph=True, dynamic=False)
         try:
             with marked_classes.tracing(), _without_advice():

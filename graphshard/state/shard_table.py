@@ -17,6 +17,10 @@ from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
 from graphshard.state.shards import ParameterWatch, Shard
 
+OTHER_VALUES = (
+    "forward calls a module with other values than its parameters (torch.func.functional_call, a parametrization that "
+    "it registers)"
+)
 # So often may the metadata of one extension differ before the report says so.
 MANY_KINDS = 8
 
@@ -110,10 +114,11 @@ class ShardTable:
 
     def say_other_values(self) -> None:
         """Says that a module is called so."""
-        self._report.say_once(
-            "forward calls a module with other values than its parameters (torch.func.functional_call): it and the "
-            "code around it run as they are; other modules are compiled"
-        )
+        self._report.say_once(f"{OTHER_VALUES}: it and the code around it run as they are; other modules are compiled")
+
+    def some_taken_out(self) -> bool:
+        """Whether a parameter is out of its module now, as while a parametrization that forward registers is there."""
+        return any(table.get(name) is None for shard in self._shards for table, name in shard.param.places)
 
     def other_value(self, shard: Shard, module: nn.Module, name: str) -> Tensor | None:
         """What stands in the place of a parameter now; None: it does itself."""

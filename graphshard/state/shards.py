@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.spmd_parameters import key_of
+from graphshard.compat.autograd import recomputes
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit
@@ -251,9 +252,14 @@ class Shard:
         self._registered = parameter
         self.param.register(parameter)
 
+    @property
+    def registered(self) -> nn.Parameter:
+        """What stands for this parameter in its module now."""
+        return self.param.parameter if self._registered is None else self._registered
+
     def is_registered(self, parameter: object) -> bool:
         """Whether `parameter` stands for this one, sharded or gathered."""
-        return parameter is self._registered or self.param.is_registered(parameter)
+        return parameter is not None and (parameter is self._registered or self.param.is_registered(parameter))
 
     # -- gradients
 
@@ -379,7 +385,7 @@ class ParameterWatch:
             if param.flat_shard is not flat or shard.is_trainable is not trainable:
                 changed = True
             found = registered.get(name)
-            if found is not parameter and not shard.is_registered(found):
+            if found is not parameter and not shard.is_registered(found) and not (found is None and recomputes()):
                 raise RuntimeError(
                     f"parameter '{shard.fqn}' was replaced after compile: got a {type(found).__name__} that FSDP2 does "
                     "not shard; copy values into the parameter instead (load_state_dict, or copy_ under no_grad)"

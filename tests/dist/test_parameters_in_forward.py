@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import models
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
@@ -161,7 +163,7 @@ def test_parameters_of_a_block(run: TrainingRun, ask: Any) -> None:
 
 
 @pytest.mark.parametrize("ask", [behind_a_break, outside], ids=lambda ask: ask.__name__)
-@training_test(tolerance=BITWISE, allow_eager=("blocks.", "first"))
+@training_test(tolerance=BITWISE, allow_eager=("blocks.", "Asking", "first"))
 def test_parameters_of_a_block_behind_graph_breaks(run: TrainingRun, ask: Any) -> None:
     train(run, run.shard(Stack(ask)))
 
@@ -255,25 +257,70 @@ def test_a_forward_that_fails_leaves_no_trace(run: TrainingRun) -> None:
     train(run, model)
 
 
-class Doubled(nn.Module):
+class Added(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
     def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
+        return weight + self.delta
 
 
-class ParametrizedInForward(nn.Linear):
-    """Doubles the weight of its inner layer while it calls that, as peft's `target_parameters` adds to it."""
+class ParametrizedInForward(nn.Module):
+    """Adds to the weight of its inner layer while it calls that, as peft's `target_parameters` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.a, self.b = nn.Parameter(torch.randn(DIM, 2)), nn.Parameter(torch.randn(2, DIM))
+        self.checkpointed = False
+
+    def parametrized(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.inner, "weight", Added(self.a @ self.b))
+        try:
+            with parametrize.cached():
+                out: Tensor = self.inner(x)
+                return out
+        finally:
+            parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = partial(checkpoint, self.parametrized, use_reentrant=False) if self.checkpointed else self.parametrized
+        return x + torch.tanh(self.down(run(x)))
+
+
+@pytest.mark.parametrize(("frozen", "checkpointed"), [(False, False), (False, True), (True, True)])
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_parametrization_that_forward_registers_and_removes(run: TrainingRun, frozen: bool, checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    blocks = [ParametrizedInForward() for _ in range(2)]
+    for block in blocks:
+        block.inner.requires_grad_(not frozen)
+        block.checkpointed = checkpointed
+    model: Any = run.shard(nn.Sequential(*blocks))
+    for step in range(3):
+        loss = model(models.features(step, run.rank)[0][: 2 + run.rank]).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+    with torch.no_grad():
+        run.observe(model(*models.features(0, run.rank)).sum(), model)
+
+
+class Halved(nn.Linear):
+    """Registers another buffer in the place of its weight, for a while."""
 
     def __init__(self) -> None:
         super().__init__(DIM, DIM)
-        self.inner = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self.inner, "weight", Doubled())
+        weight = self.weight
+        del self.weight
+        self.register_buffer("weight", weight / 2)
         try:
-            out: Tensor = self.inner(super().forward(x))
-            return out
+            return super().forward(x)
         finally:
-            parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+            del self.weight
+            self.register_parameter("weight", weight)
 
 
 class SwappedInForward(nn.Linear):
@@ -293,13 +340,12 @@ class SwappedInForward(nn.Linear):
             self.register_parameter("weight", weight)
 
 
-def taken_out(build: type[nn.Module]) -> None:
+def taken_out(build: Callable[[], nn.Module], said: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(build(), build())
-    model = graphshard.compile(
-        copy.deepcopy(plain), init_device_mesh("cpu", (dist.get_world_size(),)), backend="aot_eager"
-    )
-    with pytest.raises(graphshard.UnsupportedModel, match=r"\.weight: taken out of its module.*graphshard\.eager"):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = graphshard.compile(copy.deepcopy(plain), mesh, backend="aot_eager")
+    with pytest.raises(graphshard.UnsupportedModel, match=rf"\.weight: {said}.*graphshard\.eager"):
         model(*models.features(0, 0))
     for _ in range(2):
         with graphshard.eager(model):
@@ -311,12 +357,16 @@ def taken_out(build: type[nn.Module]) -> None:
 
 SWAPPED = pytest.param(
     SwappedInForward,
+    "taken out of its module, and another value put in its place",
     marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo fails itself where a parameter is written so"),
 )
 
 
-@pytest.mark.parametrize("build", [ParametrizedInForward, SWAPPED])
-def test_parameter_that_forward_takes_out_is_named_and_eager_has_it(
-    two_ranks: WorkerPool, build: type[nn.Module]
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [(Halved, "forward took it out of its module, and registers another value"), SWAPPED],
+)
+def test_parameter_that_forward_takes_out_for_another_value_is_named(
+    two_ranks: WorkerPool, build: Callable[[], nn.Module], said: str
 ) -> None:
-    two_ranks.run(taken_out, build)
+    two_ranks.run(taken_out, build, said)
