@@ -73,8 +73,11 @@ class Explanation:
             path: ``.html``: the page. ``.json``: the trace. ``.svg``: the picture. ``.txt``: the text.
 
         Raises:
+            TypeError: no path.
             ValueError: another suffix.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"save: path: got {type(path).__name__}, want the path of a file")
         forms = {
             ".html": self.to_html,
             ".json": self.to_chrome_trace,

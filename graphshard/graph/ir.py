@@ -308,7 +308,7 @@ def member_names(markers: Sequence[Node], ctx: PassContext) -> dict[str, Node]:
 
 
 def output_args(graph: Graph) -> list[Any]:
-    """The flat results of the graph."""
+    """The flat results of the graph: nodes, None, and numbers, as of a length that the trace has made a constant."""
     results = output_node(graph).args[0]
     return list(results) if isinstance(results, (tuple, list)) else [results]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from graphshard.graph.ir import PassContext, is_call, is_tangent, output_args
 from graphshard.graph.liveness import allocations_of, bytes_of
@@ -95,7 +95,7 @@ def _kept_bytes(graph: Graph, ctx: PassContext) -> int:
         return -sum(bytes_of(found) for node in taken for found in allocations[node])
     if ctx.direction != "forward":
         return 0
-    left = {found for node in output_args(graph) if node is not None for found in allocations[node]}
+    left = {found for node in output_args(graph) if isinstance(node, Node) for found in allocations[node]}
     return sum(bytes_of(found) for found in left if found.node.op != "placeholder" and not is_call(found.node, UNSHARD))
 
 

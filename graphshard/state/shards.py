@@ -385,7 +385,12 @@ class ParameterWatch:
             if param.flat_shard is not flat or shard.is_trainable is not trainable:
                 changed = True
             found = registered.get(name)
-            if found is not parameter and not shard.is_registered(found) and not (found is None and recomputes()):
+            if found is parameter or shard.is_registered(found) or (found is None and recomputes()):
+                continue
+            if param.flat_shard is not flat and found is not None:
+                # `load_state_dict(assign=True)` of a tied parameter: FSDP2 took what came to its first place.
+                param.register(parameter)
+            else:
                 raise RuntimeError(
                     f"parameter '{shard.fqn}' was replaced after compile: got a {type(found).__name__} that FSDP2 does "
                     "not shard; copy values into the parameter instead (load_state_dict, or copy_ under no_grad)"

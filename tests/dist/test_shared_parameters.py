@@ -47,6 +47,16 @@ def test_tied_weights_around_checkpointed_blocks(run: TrainingRun, reshard: bool
     run.note("tied", model.head.weight is model.embed.weight)
 
 
+@pytest.mark.row("S26")
+@training_test(tolerance=BITWISE)
+def test_tied_weights_are_tied_again_where_a_state_dict_is_assigned(run: TrainingRun) -> None:
+    model = run.shard(models.Decoder(layers=1, tied=True))
+    train(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+    train(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.note("tied", model.head.weight is model.embed.weight)
+
+
 def tied_group(model: nn.Module, mesh: DeviceMesh) -> None:
     assert isinstance(model, models.Decoder)
     fully_shard([model.embed, model.head], mesh=mesh)

@@ -165,7 +165,7 @@ class GraphBuilder:
     def reduce(self, grad: Node, weight: Weight) -> Node:
         return self.call(REDUCE_GRAD, grad, self.shard(weight), str(weight.spec))
 
-    def finish(self, *results: Node | None) -> Marked:
+    def finish(self, *results: Node | int | None) -> Marked:
         self.graph.output(results)
         return Marked(GraphModule(nn.Module(), self.graph), PassContext(self.direction, self.params))
 

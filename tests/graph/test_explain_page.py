@@ -118,6 +118,8 @@ def test_save_refuses_other_suffixes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"save: path: got suffix '.pdf' in .*, want one of .html, .json, .svg, .txt"):
         explanation().save(tmp_path / "plan.pdf")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="save: path: got NoneType, want the path of a file"):
+        explanation().save(None)  # type: ignore[arg-type]
 
 
 ACTS = """<script>

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from graphs import GraphBuilder
 
+from graphshard.graph.ir import aten
 from graphshard.planner import (
     GatherTask,
     OwnCollective,
@@ -16,7 +18,7 @@ from graphshard.planner import (
     pass_problem,
     simulate,
 )
-from graphshard.planning.pass_plan import PassPlan, plan_pass
+from graphshard.planning.pass_plan import PassPlan, plan_pass, region_run
 
 MB = 10**6
 
@@ -115,6 +117,13 @@ def test_what_a_checkpoint_recomputes_in_backward_is_there_until_its_backward(ke
     problem = pass_problem([RegionRun(region("x"), kept_bytes) for kept_bytes in kept])
     most = max(region("x").op_bytes) + 2 * MB  # gathered in the region itself
     assert [num_bytes - most for num_bytes in problem.op_bytes] == [0] * len(kept)
+
+
+def test_length_that_a_trace_has_made_a_constant_takes_no_memory() -> None:
+    build = GraphBuilder()
+    kept = build.call(aten.relu.default, build.input("x", [4, 8]))
+    marked = build.finish(8, kept, None)
+    assert region_run(marked.graph, marked.ctx, region("x")).kept_bytes == 4 * 8 * 4
 
 
 def test_collectives_of_a_region_take_their_time_beside_it() -> None:
