@@ -32,24 +32,32 @@ from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
 
+_GRADS = "trace_autograd_ops"
+
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
     """Inside, what is captured looks whether modules have hooks where they had none: else frames around modules, behind
-    graph breaks, would be the same for modules with hooks and without. And what is logged once breaks no graph.
+    graph breaks, would be the same for modules with hooks and without. And what is logged once breaks no graph, nor
+    does `torch.autograd.grad`.
     """
     # Not by `config.patch`: each leaves a variable in the thread's context for good.
     skip, logs = dynamo_config.skip_nnmodule_hook_guards, dynamo_config.ignore_logging_functions
     if not skip and isinstance(logs, OnceLogs):
         yield
         return
+    grads = getattr(dynamo_config, _GRADS, None)
     dynamo_config.skip_nnmodule_hook_guards = False
     dynamo_config.ignore_logging_functions = OnceLogs(logs)
+    if grads is not None:
+        setattr(dynamo_config, _GRADS, True)
     try:
         yield
     finally:
         dynamo_config.skip_nnmodule_hook_guards = skip
         dynamo_config.ignore_logging_functions = logs
+        if grads is not None:
+            setattr(dynamo_config, _GRADS, grads)
 
 
 def is_compiled_module(module: object) -> bool:

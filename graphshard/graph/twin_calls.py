@@ -180,10 +180,17 @@ def _written(value: Tensor) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    tensors, _, _, number = inputs
+    tensors, numbers, _, number = inputs
     described = _exemplars_beside(tensors[0])[number].outputs
     without = [value for value, (*_, needs_grad) in zip(output, described, strict=True) if not needs_grad]
     ctx.mark_non_differentiable(*without)
+    ctx.read = tensors, len(numbers)
+
+
+def _fake_gradients(ctx: Any, *grads: Any) -> Any:
+    """Where forward asks for gradients (`torch.autograd.grad`): a trace asks for sizes alone."""
+    tensors, numbers = ctx.read
+    return [torch.empty_like(value) if value.requires_grad else None for value in tensors], [None] * numbers, None, None
 
 
 def _only_traced(*args: Any) -> Any:
@@ -193,6 +200,6 @@ def _only_traced(*args: Any) -> Any:
 torch.library.register_fake("graphshard::ask_twin", _ask_fake, lib=_LIBRARY)
 torch.library.register_fake("graphshard::end_exemplar", _end_fake, lib=_LIBRARY)
 torch.library.register_fake("graphshard::twin", _twin_fake, lib=_LIBRARY)
-torch.library.register_autograd("graphshard::twin", _only_traced, setup_context=_setup_context, lib=_LIBRARY)
+torch.library.register_autograd("graphshard::twin", _fake_gradients, setup_context=_setup_context, lib=_LIBRARY)
 for _name in ("ask_twin", "end_exemplar", "twin"):
     _LIBRARY.impl(_name, _only_traced, "CompositeExplicitAutograd")

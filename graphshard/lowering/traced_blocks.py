@@ -20,6 +20,7 @@ from graphshard.compat.tensors import size_key
 from graphshard.errors import VerifyError
 from graphshard.graph.block_calls import PASS_ON, BlockCall, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
+from graphshard.graph.inner_gradients import asks_for_gradients
 from graphshard.graph.ir import ParamRef, PassContext, is_call, is_tangent, output_args, output_node
 from graphshard.lowering import driver
 from graphshard.passes import COLLAPSE
@@ -56,6 +57,9 @@ def compile_traced_once(
         return compile_it(())
     if has_budget(gm.graph):
         report.note_once("equal blocks are traced one by one: a budget of activations is for all of a graph")
+        return compile_it(())
+    if asks_for_gradients(gm):
+        report.note_once("equal blocks are traced one by one: forward asks for gradients (torch.autograd.grad)")
         return compile_it(())
     flat, collapsed = gm.graph, copy_captured(gm)
     edit: CollapseEdit = COLLAPSE.decide(collapsed, PassContext("captured", params))

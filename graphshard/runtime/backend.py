@@ -32,6 +32,7 @@ from graphshard.compat.tensors import is_constant, is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
+from graphshard.graph.inner_gradients import asked_of_inputs, read_for_gradients_alone
 from graphshard.graph.saved_values import save_before_writes
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -110,6 +111,7 @@ def make_backend(
             raise AssertionError("a graph was captured for a model that was deleted")
         _check_other_values(runtime, fullgraph)
         _check_collectives(runtime, gm, fullgraph)
+        _check_gradients(runtime, gm, inputs, fullgraph)
         _check_writes(runtime, gm, inputs, fullgraph)
         if is_one_call(gm):
             return as_it_is(runtime, gm)
@@ -200,6 +202,28 @@ def _check_collectives(runtime: ModelRuntime, gm: GraphModule, fullgraph: bool) 
         f"{said}: the code around it runs as it is; modules that it calls are compiled; want torch.full((), number)"
     )
     leave_frame(said)
+
+
+def _check_gradients(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any], fullgraph: bool) -> None:
+    """Has a frame run as it is that puts gradients on parameters (`backward` in forward): no program accumulates them.
+
+    Raises:
+        UnsupportedModel: the gradient of a parameter is asked for that was read once more for that.
+    """
+    shards = {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
+    place = {node: at for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    if asked := [shards[id(inputs[place[node]])].fqn for node in read_for_gradients_alone(gm) if node in place]:
+        raise UnsupportedModel(
+            f"{runtime.context.name}: forward asks for the gradient of {asked[0]} (torch.autograd.grad), and reads it "
+            "once more for that: nothing was computed of that read; want one read (weight = self.weight) for both, or "
+            "calls in graphshard.eager(model)"
+        )
+    if any(id(inputs[at]) in shards for at in asked_of_inputs(gm)):
+        said = "forward calls backward, which reaches parameters"
+        if fullgraph:
+            raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
+        runtime.context.report.say_once(f"{said}: the code around it runs as it is; modules that it calls are compiled")
+        leave_frame(said)
 
 
 def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any], fullgraph: bool) -> None:
