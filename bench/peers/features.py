@@ -60,6 +60,7 @@ FEATURES = {
     "other batches on each rank": Feature(rows=lambda step, rank: BATCH + step * rank),
     "clipped by the norm of all": Feature(clip=True),
     "evaluation between steps": Feature(evaluates=True),
+    "a penalty on a gradient, in forward": Feature(("penalized",)),
 }
 
 
@@ -100,6 +101,7 @@ class Net(nn.Module):
         breaks: bool = False,
         unused: bool = False,
         branches: bool = False,
+        penalized: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
@@ -109,21 +111,27 @@ class Net(nn.Module):
         if frozen:
             for block in self.blocks:
                 block.up.requires_grad_(False)  # type: ignore[union-attr, operator]
-        self._checkpointed = checkpointed
+        self._checkpointed, self._penalized = checkpointed, penalized
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = embedded = self.embed(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self._checkpointed else block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        if self._penalized:
+            (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
+            loss = loss + 10 * grad.square().sum()
+        return loss
 
 
 # -- systems, by the lines that a user adds
 
 
-def prepared(name: SystemName, model: nn.Module, mesh: DeviceMesh) -> Any:
-    """What is called instead of the model."""
+def prepared(name: SystemName | None, model: nn.Module, mesh: DeviceMesh) -> Any:
+    """What is called instead of the model. None: eager DDP, which shards nothing."""
     blocks: Any = model.blocks
+    if name is None:
+        return DistributedDataParallel(model)
     if name == "graphshard":
         return graphshard.compile(model, mesh, backend=BACKEND)
     if name == "ddp+compile":
@@ -159,7 +167,7 @@ def _synchronize(called: Any) -> None:
         called.set_requires_gradient_sync(True)
 
 
-def train(name: SystemName, feature: str) -> list[float]:
+def train(name: SystemName | None, feature: str) -> list[float]:
     """Losses of each forward on this rank."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -213,7 +221,7 @@ def try_features(
     """What comes out, by feature and system.
 
     Args:
-        names: of systems; the first is the reference.
+        names: of systems; the first is the reference, or where it fails, eager DDP.
         features: of `FEATURES`.
         num_ranks: that train.
         say: is told of each.
@@ -229,7 +237,8 @@ def try_features(
             except RankFailed as error:
                 found[feature][name] = _first_failure(error)
                 continue
-            want = want or got
+            if not want:
+                want = got if name == names[0] else pool(num_ranks).run(train, None, feature, timeout_s=TIMEOUT_S)
             found[feature][name] = outcome(got, want)
     return found
 

@@ -188,9 +188,9 @@ class Calls:
     def _before_backward(self, numbers: list[int], call: Call, grads: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are not "
-                "computed, as by torch.compile; FSDP2 computes them inside a forward alone, of units that it has not "
-                "freed. Penalize something that forward computes, or use graphshard.eager. For several backwards "
+                f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are "
+                "computed in one graph with what they are of alone; want torch.autograd.grad in forward, behind no "
+                "graph break and without regions='unit', or calls in graphshard.eager(model). For several backwards "
                 "want retain_graph=True"
             )
         self._live.reached(call)

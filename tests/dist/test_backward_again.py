@@ -154,7 +154,7 @@ def gradients_of_gradients() -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = graphshard.compile(Heads(), mesh, backend="aot_eager")
     x = models.features(0, torch.distributed.get_rank())[0].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"create_graph=True .*as by torch\.compile"):
+    with pytest.raises(RuntimeError, match=r"create_graph=True .*behind no graph break"):
         torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
     model.zero_grad()
     loss = model(x)[0].sum()
