@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,16 +25,21 @@ def asked_of_inputs(gm: GraphModule) -> list[int]:
     return [place[node] for call in _calls(gm, torch.autograd.grad) for node in _asked(call) if node in place]
 
 
-def read_for_gradients_alone(gm: GraphModule) -> list[Node]:
-    """Shards whose gathered parameter a captured graph reads to ask for its gradient alone: what it computes comes from
-    another read, of which this one is no part.
+def read_apart(gm: GraphModule) -> list[Node]:
+    """Shards of whose gathered parameter a captured graph asks for the gradient of one read, and computes from another
+    one, or (a block that is not traced) from none that it knows: the gradient would lack what these contribute.
     """
     found: dict[Node, None] = {}
-    for call in _calls(gm, torch.autograd.grad):
-        for node in _asked(call):
-            read = node.all_input_nodes[0] if is_call(node, ELSEWHERE) else node
-            if {*node.users} == {call} and is_call(read, UNSHARD):
-                found[read.all_input_nodes[0]] = None
+    for inner in _graphs(gm):
+        reads: defaultdict[Any, list[Node]] = defaultdict(list)  # so far, of each shard
+        for node in inner.graph.nodes:
+            if is_call(node, UNSHARD):
+                reads[node.args].append(node)
+            elif is_call(node, torch.autograd.grad):
+                for asked in _asked(node):
+                    read = asked.all_input_nodes[0] if is_call(asked, ELSEWHERE) else asked
+                    if is_call(read, UNSHARD) and (len(reads[read.args]) > 1 or {*asked.users} == {node}):
+                        found[read.all_input_nodes[0]] = None
     return list(found)
 
 
@@ -42,7 +48,10 @@ def _asked(call: Node) -> list[Node]:
     return [node for node in (asked if isinstance(asked, (list, tuple)) else [asked]) if isinstance(node, Node)]
 
 
+def _graphs(gm: GraphModule) -> Iterator[GraphModule]:
+    return (inner for inner in gm.modules() if isinstance(inner, GraphModule))
+
+
 def _calls(gm: GraphModule, target: Any) -> Iterator[Node]:
-    for inner in gm.modules():
-        if isinstance(inner, GraphModule):
-            yield from inner.graph.find_nodes(op="call_function", target=target)
+    for inner in _graphs(gm):
+        yield from inner.graph.find_nodes(op="call_function", target=target)

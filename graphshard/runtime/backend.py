@@ -32,7 +32,7 @@ from graphshard.compat.tensors import is_constant, is_selective
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
-from graphshard.graph.inner_gradients import asked_of_inputs, read_for_gradients_alone
+from graphshard.graph.inner_gradients import asked_of_inputs, asks_for_gradients, read_apart
 from graphshard.graph.saved_values import save_before_writes
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
@@ -208,15 +208,17 @@ def _check_gradients(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[An
     """Has a frame run as it is that puts gradients on parameters (`backward` in forward): no program accumulates them.
 
     Raises:
-        UnsupportedModel: the gradient of a parameter is asked for that was read once more for that.
+        UnsupportedModel: the gradient of a parameter is asked for that is read elsewhere, too.
     """
+    if not asks_for_gradients(gm):
+        return
     shards = {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
     place = {node: at for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    if asked := [shards[id(inputs[place[node]])].fqn for node in read_for_gradients_alone(gm) if node in place]:
+    if asked := [shards[id(inputs[place[node]])].fqn for node in read_apart(gm) if node in place]:
         raise UnsupportedModel(
             f"{runtime.context.name}: forward asks for the gradient of {asked[0]} (torch.autograd.grad), and reads it "
-            "once more for that: nothing was computed of that read; want one read (weight = self.weight) for both, or "
-            "calls in graphshard.eager(model)"
+            "elsewhere, too: each read is a tensor of its own; want one read (weight = self.weight) for both, or calls "
+            "in graphshard.eager(model)"
         )
     if any(id(inputs[at]) in shards for at in asked_of_inputs(gm)):
         said = "forward calls backward, which reaches parameters"

@@ -135,18 +135,36 @@ class ReadAgain(Blocks):
         return score.mean()
 
 
-def read_again() -> None:
-    model = graphshard.compile(ReadAgain(), init_device_mesh("cpu", (2,)), backend="aot_eager")
-    with pytest.raises(
-        graphshard.UnsupportedModel, match=r"the gradient of head\.weight .*, and reads it once more for"
-    ):
-        step(model, 0, 0)
-    with graphshard.eager(model):
+class ReadForBoth(Blocks):
+    """Asks for the gradient of a read that is a part of what it differentiates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, score = self.head.weight, self.score(x)
+        torch.autograd.grad(score.mean() + weight.square().mean(), weight, retain_graph=True)
+        return score.mean()
+
+
+class OfATwin(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, score = self.blocks[-1].up.weight, self.score(x)  # type: ignore[union-attr]
+        torch.autograd.grad(score.mean(), weight, retain_graph=True, allow_unused=True)
+        return score.mean()
+
+
+def read_apart(build: Callable[[], nn.Module], name: str) -> None:
+    model = graphshard.compile(build(), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    with pytest.raises(graphshard.UnsupportedModel, match=rf"the gradient of {name} .*, and reads it elsewhere, too"):
         step(model, 0, 0)
 
 
-def test_parameter_that_is_read_for_its_gradient_alone_is_refused(two_ranks: WorkerPool) -> None:
-    two_ranks.run(read_again)
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(ReadAgain, r"head\.weight"), (ReadForBoth, r"head\.weight"), (OfATwin, r"blocks\.4\.up\.weight")],
+)
+def test_gradient_of_one_read_of_several_is_refused(
+    two_ranks: WorkerPool, build: Callable[[], nn.Module], name: str
+) -> None:
+    two_ranks.run(read_apart, build, name)
 
 
 class TrainsInForward(Blocks):
