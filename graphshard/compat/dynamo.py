@@ -32,6 +32,7 @@ from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
 
+# Whether Dynamo traces what forward asks of autograd.
 _GRADS = "trace_autograd_ops"
 
 

@@ -43,7 +43,6 @@ from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.selective import recomputing_all
 from graphshard.runtime.uncompiled import as_it_is, gathering_one_by_one, is_one_call
 from graphshard.state.model_context import ModelContext
-from graphshard.state.shard_table import OTHER_VALUES
 from graphshard.state.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -181,10 +180,11 @@ def _check_other_values(runtime: ModelRuntime, fullgraph: bool) -> None:
     shards = runtime.holdings.shards
     if not has_read_in_functional_call() and (is_entry_point(traced_code()) or not shards.some_taken_out()):
         return
+    said = "forward calls a module with other values than its parameters"
     if fullgraph:
-        raise UnsupportedModel(f"{runtime.context.name}: {OTHER_VALUES}; got fullgraph=True, want fullgraph=False")
+        raise UnsupportedModel(f"{runtime.context.name}: {said}; got fullgraph=True, want fullgraph=False")
     shards.say_other_values()
-    leave_frame(OTHER_VALUES)
+    leave_frame(said)
 
 
 def _check_collectives(runtime: ModelRuntime, gm: GraphModule, fullgraph: bool) -> None:
@@ -212,7 +212,7 @@ def _check_gradients(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[An
     """
     if not asks_for_gradients(gm):
         return
-    shards = {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
+    shards = _shards_by_id(runtime)
     place = {node: at for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     if asked := [shards[id(inputs[place[node]])].fqn for node in read_apart(gm) if node in place]:
         raise UnsupportedModel(
@@ -232,7 +232,7 @@ def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any],
     """Takes the marks of reads elsewhere out of a captured graph. Has a frame that writes what it read so run as it is:
     FSDP2 has shards there, which graphs do not.
     """
-    shards = {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
+    shards = _shards_by_id(runtime)
     registered = {id(shard.param.parameter) for shard in runtime.holdings.shards}
     if written := written_elsewhere(gm, inputs, lambda value: id(value) in registered):
         fqns = {shards[id(inputs[at])].fqn for at in written if id(inputs[at]) in shards}
@@ -248,6 +248,11 @@ def _check_writes(runtime: ModelRuntime, gm: GraphModule, inputs: Sequence[Any],
         )
         leave_frame(said)
     without_marks(gm)
+
+
+def _shards_by_id(runtime: ModelRuntime) -> dict[int, Shard]:
+    """By what stands for them among the inputs of a captured graph."""
+    return {id(held): shard for shard in runtime.holdings.shards for held in (shard.leaf, shard.param.parameter)}
 
 
 def _shard_positions(runtime: ModelRuntime, inputs: Sequence[Any]) -> dict[int, Shard]:

@@ -44,7 +44,7 @@ from graphshard.runtime.running_backward import RunningBackward
 from graphshard.runtime.selective import recomputing_all
 from graphshard.state.holdings import Holdings
 from graphshard.state.model_context import ModelContext
-from graphshard.state.shard_table import ShardTable
+from graphshard.state.shard_table import ShardTable, class_of
 from graphshard.state.unit_programs import UnitPrograms
 
 _numbers = itertools.count()
@@ -330,8 +330,8 @@ class Engine:
         if shard.unit not in self.holdings.gathers.handed_out:
             self.holdings.gathers.handed_out.add(shard.unit)
             self.context.report.note_once(
-                f"{marked_classes.own_class(type(shard.unit.modules[0])).__name__.removeprefix('FSDP')}: code around "
-                "graphs has shards of its units, which it may write: these are not gathered ahead of it"
+                f"{class_of(shard.unit)}: code around graphs has shards of its units, which it may write: these are "
+                "not gathered ahead of it"
             )
 
     # -- FSDP2's methods (see `marked_classes`)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.marked_classes import own_class, shard_key
+from graphshard.capture.marked_classes import shard_key
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.modules import own_parameters
 from graphshard.compat.tensors import address
@@ -20,6 +20,7 @@ from graphshard.reporting.report import ProgramRecord, Report
 from graphshard.runtime.read_memory import ReadMemory
 from graphshard.state.calls import Call
 from graphshard.state.holdings import Holdings
+from graphshard.state.shard_table import class_of
 from graphshard.state.shards import Shard
 from graphshard.state.unit_programs import UnitPrograms
 
@@ -191,8 +192,7 @@ def _owner(shard: Shard) -> str:
     owner, unit = shard.fqn.rpartition(".")[0], shard.unit
     if not unit.name:
         return owner or "the root"
-    block = own_class(type(unit.modules[0])).__name__.removeprefix("FSDP")
-    return f"{block} {owner.removeprefix(unit.name).removeprefix('.')}".rstrip()
+    return f"{class_of(unit)} {owner.removeprefix(unit.name).removeprefix('.')}".rstrip()
 
 
 class _Read(torch.autograd.Function):

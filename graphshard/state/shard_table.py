@@ -17,12 +17,13 @@ from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
 from graphshard.state.shards import ParameterWatch, Shard
 
-OTHER_VALUES = (
-    "forward calls a module with other values than its parameters (torch.func.functional_call, a parametrization that "
-    "it registers)"
-)
 # So often may the metadata of one extension differ before the report says so.
 MANY_KINDS = 8
+
+
+def class_of(unit: Unit) -> str:
+    """Name of the class of a unit's module, as users wrote it."""
+    return marked_classes.own_class(type(unit.modules[0])).__name__.removeprefix("FSDP")
 
 
 class ShardTable:
@@ -114,7 +115,10 @@ class ShardTable:
 
     def say_other_values(self) -> None:
         """Says that a module is called so."""
-        self._report.say_once(f"{OTHER_VALUES}: it and the code around it run as they are; other modules are compiled")
+        self._report.say_once(
+            "forward calls a module with other values than its parameters (torch.func.functional_call, a "
+            "parametrization that it registers): it and the code around it run as they are; other modules are compiled"
+        )
 
     def some_taken_out(self) -> bool:
         """Whether a parameter is out of its module now, as while a parametrization that forward registers is there."""

@@ -385,7 +385,9 @@ class ParameterWatch:
             if param.flat_shard is not flat or shard.is_trainable is not trainable:
                 changed = True
             found = registered.get(name)
-            if found is parameter or shard.is_registered(found) or (found is None and recomputes()):
+            # A checkpoint recomputes a forward that has taken it out, and puts it back.
+            is_out = found is None and recomputes()
+            if found is parameter or shard.is_registered(found) or is_out:
                 continue
             if param.flat_shard is not flat and found is not None:
                 # `load_state_dict(assign=True)` of a tied parameter: FSDP2 took what came to its first place.
