@@ -96,11 +96,13 @@ def test_what_the_user_leaves_out_stays_so(logger: Logger) -> None:
         logger.warning("each time")
         return y.sin()
 
-    before, grads = dynamo_config.ignore_logging_functions, getattr(dynamo_config, "trace_autograd_ops", None)
+    before, grads = dynamo_config.ignore_logging_functions, dynamo_config.trace_autograd_ops
+    dynamo_config.trace_autograd_ops = False
     dynamo_config.ignore_logging_functions = mine = {logging.Logger.warning}
     try:
         assert graphs_of(forward, logger, calls=1) == (1, [])
         assert dynamo_config.ignore_logging_functions is mine
-        assert getattr(dynamo_config, "trace_autograd_ops", None) is grads
+        assert dynamo_config.trace_autograd_ops is False
     finally:
         dynamo_config.ignore_logging_functions = before
+        dynamo_config.trace_autograd_ops = grads
