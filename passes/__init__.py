@@ -23,6 +23,7 @@ from graphshard.passes import (
     assign_buckets,
     choose_copies,
     collapse_blocks,
+    detach_collectives,
     expand_blocks,
     fold_unshards,
     fuse_copies,
@@ -49,7 +50,7 @@ class Pass:
         changes_signature: whether it may change placeholders and results.
         permutes: whether it does nothing but reorder nodes.
         keeps: how alike what a graph computes is before and after it, by its edit.
-        repairs: whether a graph before it is wrong where ranks differ: what is computed is not compared.
+        repairs: whether a graph before it is wrong, if only where ranks differ: what is computed is not compared.
         sends: whether what a program sends depends on it.
         brings: which of the program's flags it brings in, and with them other arguments and results.
     """
@@ -67,6 +68,7 @@ class Pass:
 
 
 CAPTURED = (
+    Pass("detach_collectives", detach_collectives.decide, detach_collectives.apply, repairs=True),
     Pass("hoist_reads", hoist_reads.decide, hoist_reads.apply, repairs=True),
     Pass("share_reads", share_reads.decide, share_reads.apply),
     Pass("sum_by_units", sum_by_units.decide, sum_by_units.apply),

@@ -21,6 +21,7 @@ from torch._dynamo.source import ConstantSource, RandomValueSource
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch.distributed import _functional_collectives
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
@@ -137,6 +138,14 @@ def sets_grad_mode(node: Node) -> bool | None:
     if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
         return bool(node.args[0])
     return None
+
+
+def writes_for_c10d(copy: Node) -> bool:
+    """Whether Dynamo has put a `copy_` of a captured graph in the place of what a collective of `torch.distributed`
+    writes: it copies what the functional form of that yields.
+    """
+    frame = (copy.stack_trace or "").rpartition('File "')[2]
+    return frame.startswith(_functional_collectives.__file__)
 
 
 # What is in effect around operators: autocast, `torch.vmap`. What that, or `sdpa_kernel`, needs to have is no change.
