@@ -38,8 +38,12 @@ def fake_of(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tenso
 
 
 def fake_values(mode: FakeTensorMode, values: Any, device: torch.device) -> Any:
-    """`values` with every tensor without data."""
-    return tree_map_only(Tensor, lambda tensor: fake_of(mode, tensor, device), values)
+    """`values` with every tensor without data, and on `device`, where a model's inputs are moved."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        return fake_of(mode, tensor if tensor.device.type == device.type else tensor.to("meta"), device)
+
+    return tree_map_only(Tensor, fake, values)
 
 
 def first_device(values: Any) -> torch.device:

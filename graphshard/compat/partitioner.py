@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._functorch import config
+from torch._functorch.partitioners import must_recompute
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node, traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.compat.inductor import module_like
+from graphshard.compat.random_calls import call_of, can_draw, give_values
 
 # Larger than any id that activation checkpointing gives to its regions.
 _RESHARD_REGION_ID = 10**6
@@ -40,10 +44,30 @@ def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Gra
     """Splits a joint graph by AOTAutograd's min-cut."""
     kwargs.pop("compiler", None)
     _return_own_meshes(joint, kwargs["num_fwd_outputs"])
+    for node in joint.graph.nodes:
+        if must_recompute(node) and can_draw(node) and call_of(node).argument("dropout_p") == 0.0:
+            node.target = _not_random(node.target)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **kwargs)
     graphs = module_like(forward, forward.graph), module_like(backward, backward.graph)
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            node.target = getattr(node.target, "random_operator", node.target)
+        give_values(gm.graph)
     _erase_repeated_waits(*graphs)
     return graphs
+
+
+@cache
+def _not_random(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention without dropout, for a partitioner that has all random operators which are recomputed take up a state
+    of their own: on CUDA a generator, which makes no two layers alike.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    call.random_operator = target  # type: ignore[attr-defined]
+    return call
 
 
 def _erase_repeated_waits(*graphs: GraphModule) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from graphshard.compat.random_calls import call_of
 from graphshard.cost.rates import Hardware
 from graphshard.cost.traffic import aten, is_free, is_mutation, is_view, num_bytes, read_bytes, shape, tensors
 
@@ -57,7 +58,7 @@ def _node_us(hardware: Hardware, node: Node, kernels: _Kernels | None, flops: di
     if is_free(node):
         return 0.0
     if formula := _formula(node):
-        rate = _rate(hardware, node) * (hardware.attention_share if "attention" in str(node.target) else 1.0)
+        rate = _rate(hardware, node) * (hardware.attention_share if "attention" in str(call_of(node).target) else 1.0)
         flops_us = _flops(node, formula, flops) / (rate * 1e6)
         return max(flops_us, _bytes_us(hardware, _all_bytes(node)), hardware.kernel_us)
     if kernels is None or node not in kernels:
@@ -80,7 +81,8 @@ def _is_generated(target: Any) -> bool:
 
 
 def _formula(node: Node) -> Callable[..., Any] | None:
-    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    target = call_of(node).target
+    packet: Any = getattr(target, "overloadpacket", target)
     return _FORMULAS.get(packet) or flop_registry.get(packet)
 
 
@@ -119,22 +121,14 @@ def _flops(node: Node, formula: Callable[..., Any], known: dict[str, int]) -> in
             return type(value)(plain(item) for item in value)
         return value
 
-    args, kwargs = [plain(value) for value in node.args], {name: plain(value) for name, value in node.kwargs.items()}
+    call = call_of(node)
+    args, kwargs = [plain(value) for value in call.args], {name: plain(value) for name, value in call.kwargs.items()}
     kwargs["out_val"] = plain(node.meta.get("val"))
-    key = f"{node.target} {args} {kwargs}"
+    key = f"{call.target} {args} {kwargs}"
     if key not in known:
         flops = int(formula(*args, **kwargs))
-        known[key] = flops // 2 if _is_causal(node) else flops
+        known[key] = flops // 2 if call.argument("is_causal") is True else flops
     return known[key]
-
-
-def _is_causal(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    for index, argument in enumerate(schema.arguments if schema else ()):
-        if argument.name == "is_causal":
-            given = node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", argument.default_value)
-            return given is True
-    return False
 
 
 def _rate(hardware: Hardware, node: Node) -> float:

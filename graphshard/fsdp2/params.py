@@ -14,6 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.fsdp2.extensions import AllGatherExtension
 
+# Where FSDP2 holds what is not reduced, at full size, in the unit's reduce dtype. Since torch 2.15 the gradient of the
+# gathered parameter is that, and this a property.
+_ACCUMULATED = "unsharded_accumulated_grad"
+
 
 class InUnit(Protocol):
     """What a parameter asks of its unit."""
@@ -193,7 +197,7 @@ class ShardedParam:
     def take_unreduced(self) -> Tensor | None:
         """Takes the gradient that FSDP2's own engine holds unreduced, at full size; None: there is none."""
         raw, found = self._raw, None
-        if raw.unsharded_accumulated_grad is not None:
+        if vars(raw).get(_ACCUMULATED) is not None:
             found, raw.unsharded_accumulated_grad = raw.unsharded_accumulated_grad_data, None
         elif hasattr(raw, "_unsharded_param") and raw.unsharded_param.grad is not None:
             found, raw.unsharded_param.grad = raw.unsharded_grad_data, None
@@ -209,5 +213,8 @@ class ShardedParam:
             return False
         if (layout := self.layout) is not None:
             grad = layout.of_local(grad)
-        self._raw.unsharded_accumulated_grad = grad
+        if _ACCUMULATED in vars(self._raw):
+            self._raw.unsharded_accumulated_grad = grad
+        else:
+            self._raw.unsharded_param.grad = grad
         return True

@@ -76,7 +76,7 @@ class _Name(str):
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {_is_aligned(value)}"
-    return f"{type(value).__name__} {value}"
+    return f"{type(value).__name__} {value.device if isinstance(value, torch.Generator) else value}"
 
 
 def _is_aligned(value: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from graphshard.kernels.segmented_copy import ADDRESS_BYTES, ALIGNED, BLOCK, COLUMNS, NUM_WARPS, copy_segments
 from graphshard.kernels.segments import Layout, block_map
+
+T = TypeVar("T")
 
 # What is only moved is moved as integers; a cast needs the dtype itself.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,67 +24,74 @@ _MOVED = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, tor
 _MOST_TABLES = 4096
 
 
-class _Table(NamedTuple):
+class _Segments(NamedTuple):
     """What a launch reads of its tensors.
 
     Attributes:
-        segments: int64 `[K, 5]`.
-        blocks: int32 `[B, 2]`.
+        table: int64 `[K, 5]`.
         aligned: whether addresses and numbers of elements let the kernel move 16 bytes at a time.
     """
 
-    segments: Tensor
-    blocks: Tensor
+    table: Tensor
     aligned: bool
 
 
-class _Tables:
-    """Tables on a device, by the stream that reads them and by the addresses and the layout that they hold."""
+class _Kept(Generic[T]):
+    """What was made for a key, until enough others were used."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[object, _Table] = OrderedDict()
-        self._captured: list[_Table] = []
+        self.found: OrderedDict[object, T] = OrderedDict()
 
-    def get(self, device: torch.device, addresses: tuple[int, ...], layout: Layout) -> _Table:
-        """On `device`, the current one, for tensors at `addresses`."""
-        if device.type != "cuda":
-            return self._cached((addresses, layout), lambda: _host_table(addresses, layout))
-        if torch.cuda.is_current_stream_capturing():
-            # Every replay copies them again: the host's stay, and the device's are the graph's scratch. None of the
-            # others' is taken, and none is left to others: what a capture copies is not there before a replay.
-            host = _pinned(_host_table(addresses, layout))
-            self._captured.append(host)
-            return _on(device, host)
-        stream = torch.cuda.current_stream(device).cuda_stream  # another one is not behind the copy
-        key = (device.index, stream, addresses, layout)
-        return self._cached(key, lambda: _on(device, _pinned(_host_table(addresses, layout))))
-
-    def _cached(self, key: object, make: Callable[[], _Table]) -> _Table:
-        if (found := self._found.get(key)) is not None:
-            self._found.move_to_end(key)
+    def get(self, key: object, make: Callable[[], T]) -> T:
+        if (found := self.found.get(key)) is not None:
+            self.found.move_to_end(key)
             return found
-        found = self._found[key] = make()
-        if len(self._found) > _MOST_TABLES:
-            self._found.popitem(last=False)
-        return found
+        made = self.found[key] = make()
+        if len(self.found) > _MOST_TABLES:
+            self.found.popitem(last=False)
+        return made
 
 
-def _host_table(addresses: tuple[int, ...], layout: Layout) -> _Table:
+class _Tables:
+    """Tables on a device, by the stream that reads them: segments of a layout at addresses, and blocks of a layout,
+    which takes far longer to make.
+    """
+
+    def __init__(self) -> None:
+        self.segments, self.blocks = _Kept[_Segments](), _Kept[Tensor]()
+        self._captured: list[Tensor] = []
+
+    def get(self, device: torch.device, addresses: tuple[int, ...], layout: Layout) -> tuple[_Segments, Tensor]:
+        """Segments and blocks, int32 `[B, 2]`, on `device`, the current one, for tensors at `addresses`."""
+        where: tuple[object, ...] = (device,)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return self._in_capture(device, addresses, layout)
+            where = device, torch.cuda.current_stream(device).cuda_stream  # another one is not behind the copy
+        segments = self.segments.get((*where, addresses, layout), lambda: _segments(device, addresses, layout))
+        return segments, self.blocks.get((*where, layout), lambda: _on(device, block_map(layout.segments, BLOCK)))
+
+    def _in_capture(self, device: torch.device, addresses: tuple[int, ...], layout: Layout) -> tuple[_Segments, Tensor]:
+        """Every replay copies them again: the host's stay, and the device's are the graph's scratch. None of the
+        others' is taken, and none is left to others: what a capture copies is not there before a replay.
+        """
+        host = _segments(torch.device("cpu"), addresses, layout)
+        kept = [tensor.pin_memory() for tensor in (host.table, block_map(layout.segments, BLOCK))]
+        self._captured += kept
+        table, blocks = (tensor.to(device, non_blocking=True) for tensor in kept)
+        return _Segments(table, host.aligned), blocks
+
+
+def _segments(device: torch.device, addresses: tuple[int, ...], layout: Layout) -> _Segments:
     rows = [(address, *segment) for address, segment in zip(addresses, layout.segments, strict=True)]
     assert len(rows[0]) == COLUMNS
     aligned = layout.alignment >= ALIGNED and not any(address % ADDRESS_BYTES for address in addresses)
-    blocks = torch.tensor(block_map(layout.segments, BLOCK), dtype=torch.int32)
-    return _Table(torch.tensor(rows, dtype=torch.int64), blocks, aligned)
+    return _Segments(_on(device, torch.tensor(rows, dtype=torch.int64)), aligned)
 
 
-def _pinned(table: _Table) -> _Table:
-    """Its copy waits for nothing, and the allocator keeps the host's memory until it is done."""
-    return _Table(table.segments.pin_memory(), table.blocks.pin_memory(), table.aligned)
-
-
-def _on(device: torch.device, table: _Table) -> _Table:
-    segments, blocks = (tensor.to(device, non_blocking=True) for tensor in (table.segments, table.blocks))
-    return _Table(segments, blocks, table.aligned)
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    """The copy of pinned memory waits for nothing, and the allocator keeps the host's until it is done."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 _tables = _Tables()
@@ -145,18 +154,18 @@ def _launch(flat: Tensor, part: _Part, sides: Sequence[Tensor], pack: bool, scal
         flat, side_type = flat.view(moved), _MOVED[moved]
     else:
         side_type = _CAST[dtype]
-    table = _tables.get(flat.device, addresses, layout)
-    copy_segments[(table.blocks.shape[0], layout.rows)](
+    segments, blocks = _tables.get(flat.device, addresses, layout)
+    copy_segments[(blocks.shape[0], layout.rows)](
         flat,
-        table.segments,
-        table.blocks,
+        segments.table,
+        blocks,
         layout.row_numel,
         1.0 if scale is None else scale,
         side_type=side_type,
         pack=pack,
         scaled=scale is not None,
         strided=layout.strided,
-        align=ALIGNED if table.aligned and flat.data_ptr() % ADDRESS_BYTES == 0 else 1,
+        align=ALIGNED if segments.aligned and flat.data_ptr() % ADDRESS_BYTES == 0 else 1,
         block_size=BLOCK,
         num_warps=NUM_WARPS,
     )

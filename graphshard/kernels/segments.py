@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Segment(NamedTuple):
     """One tensor's part of each row of a buffer, in elements.
@@ -81,6 +84,14 @@ def full_layout(sizes: tuple[tuple[int, ...], ...], dims: tuple[int, ...], world
     return Layout(world_size, offset, tuple(segments))
 
 
-def block_map(segments: Sequence[Segment], block: int) -> list[tuple[int, int]]:
-    """(Segment, number of the block in it) of each block of `block` elements; an empty segment has none."""
-    return [(k, number) for k, segment in enumerate(segments) for number in range(-(-segment.chunk // block))]
+def block_map(segments: Sequence[Segment], block: int) -> Tensor:
+    """(Segment, number of the block in it) of each block of `block` elements; an empty segment has none.
+
+    Returns:
+        int32 `[blocks, 2]`, in order.
+    """
+    counts = torch.tensor([-(-segment.chunk // block) for segment in segments])
+    total = int(counts.sum())
+    of = torch.repeat_interleave(torch.arange(len(segments)), counts, output_size=total)
+    first = counts.cumsum(0) - counts
+    return torch.stack((of, torch.arange(total) - first[of]), dim=1).int()

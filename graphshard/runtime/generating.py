@@ -32,17 +32,17 @@ def generate(
     """
     report.note_once(f"{GENERATE} runs as plain Python; its calls of the model, or of modules inside, are compiled")
     forward, pinned = holdings.forward, holdings.residency.pinned
-    own = frozenset(holdings.shards.units_of(module)) - pinned
-    holdings.gathers.unshard([*own]).wait()
+    own = [unit for unit in holdings.shards.units_of(module) if unit not in pinned]
+    holdings.gathers.unshard(own).wait()
     outer, forward.called = forward.called, set()
-    holdings.residency.pinned |= own
+    holdings.residency.pinned |= {*own}
     try:
         return call()
     except BaseException:
         forget()
         raise
     finally:
-        holdings.residency.pinned -= own
+        holdings.residency.pinned -= {*own}
         again = id(module) in forward.called
         holdings.gathers.reshard([unit for unit in own if again or unit.reshard_after_forward])
         forward.called |= outer

@@ -31,7 +31,6 @@ from graphshard.lowering.twins import without_twins
 from graphshard.runtime.backend import Partitioner
 from graphshard.runtime.engine import Engine
 from graphshard.runtime.entry_points import Options
-from graphshard.scale.attention_state import call_attention_itself
 from graphshard.scale.parallel import parallelize
 from graphshard.state.shard_table import ShardTable
 from graphshard.state.shards import Shard
@@ -184,8 +183,6 @@ class _Recorder(Engine):
         if partitioner.graphs is None:
             raise ValueError("model: got a forward without a loss to differentiate, want one that returns the loss")
         forward, backward = partitioner.graphs
-        for graph_module in partitioner.graphs:
-            call_attention_itself(graph_module.graph)
         names = [node.name for node in forward.graph.nodes if node.op == "placeholder"]
         by_name = {names[position]: shard for position, shard in captured[0].items()}
         params = {name: shard.ref() for name, shard in by_name.items()}

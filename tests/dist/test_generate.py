@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import models
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import graphshard
+from graphshard.runtime import generating
 from graphshard.testing import TrainingRun, training_test
 
 
@@ -111,3 +113,15 @@ def test_generate_that_was_taken_before_eager_calls_generate_there(run: Training
     with torch.no_grad(), nullcontext() if run.is_reference else graphshard.eager(model):
         drawn = taken(models.tokens(1, run.rank)[0], 1)
     run.observe(loss, model, outputs=[drawn.float()])
+
+
+def test_units_of_a_module_are_gathered_in_one_order_on_all_ranks() -> None:
+    """A process group each, as of experts on a mesh of their own, begins to be used in it."""
+    units: list[Any] = [MagicMock(reshard_after_forward=True) for _ in range(8)]
+    units = [units[place] for place in (5, 2, 7, 0, 6, 3, 1, 4)]
+    holdings: Any = MagicMock()
+    holdings.residency.pinned, holdings.forward.called = frozenset(units[:1]), set()
+    holdings.shards.units_of = lambda module: units
+    generating.generate(MagicMock(), holdings, nn.Module(), lambda: None, lambda: None)
+    holdings.gathers.unshard.assert_called_once_with(units[1:])
+    holdings.gathers.reshard.assert_called_once_with(units[1:])

@@ -241,16 +241,16 @@ def reuse_tables(device: str) -> None:
 
     shards = placed(300, 4096)
     check(shards)
-    count = len(tables._found)
+    count = len(tables.segments.found)
     check(placed(300, 4096))  # new values, the same table
-    assert len(tables._found) == count
+    assert len(tables.segments.found) == count
     elsewhere = [shard.clone() for shard in shards]
     memory.fill_(torch.nan)
     check(elsewhere)  # moved: the old addresses hold NaN
-    assert len(tables._found) == count + 1
+    assert len(tables.segments.found) == count + 1
     check(placed(299, 4095))  # other sizes at the old addresses
     check(elsewhere)
-    assert len(tables._found) == count + 2
+    assert len(tables.segments.found) == count + 2
 
 
 def test_tables_are_used_again_and_never_stale(gpu: WorkerPool) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 import graphshard
 from graphshard.cli import main
+from graphshard.compat import fake_forward
 from graphshard.compat.fake import fake_process_group
 from graphshard.compat.graph_breaks import parsed, recorded_graph_breaks
 from graphshard.examining import Diagnosis, Finding
@@ -175,6 +176,13 @@ def test_a_forward_that_looks_at_data_is_seen_up_to_there() -> None:
     ]
     assert all(line in said for said in diagnosis.not_looked_at)
     assert "unused" not in kinds(diagnosis)
+
+
+def test_inputs_of_a_model_on_a_gpu_are_there_in_a_forward_without_data() -> None:
+    given = torch.ones(2, 3, requires_grad=True), [torch.zeros(2, dtype=torch.int64)]
+    x, (tokens,) = fake_forward.fake_values(fake_forward.make_mode(), given, torch.device("cuda"))
+    assert x.device.type == tokens.device.type == "cuda"
+    assert x.requires_grad and x.shape == (2, 3) and tokens.dtype is torch.int64
 
 
 def test_a_forward_that_fails_is_no_failure_of_the_doctor() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphshard.kernels import ops
+from graphshard.kernels import launch, ops
 from graphshard.kernels.launch import copy
+from graphshard.kernels.segmented_copy import BLOCK
 from graphshard.kernels.segments import full_layout, shard_layout
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -169,3 +170,12 @@ def test_bytes_before_another_dtype_are_copied_out_as_what_they_are() -> None:
         ops._gather_copy_out_fused(flat, members, 2), ops._gather_copy_out(flat, members, 2), strict=True
     ):
         assert same_bits(got, want)
+
+
+def test_blocks_of_a_layout_are_made_once_for_all_addresses() -> None:
+    layout = full_layout(((5, 300), (0, 4), (1000, 7)), (0, 0, 0), 2)
+    tables = launch._Tables()
+    (first, blocks), (second, others) = (tables.get(torch.device("cpu"), (at, 8, 16), layout) for at in (0, 32))
+    assert blocks is others and first.table.tolist() != second.table.tolist()
+    counts = [-(-segment.chunk // BLOCK) for segment in layout.segments]
+    assert blocks.tolist() == [[k, number] for k, count in enumerate(counts) for number in range(count)]
