@@ -90,7 +90,7 @@ class ProgramSelection:
             convention = calling_convention(
                 names, graph.gathered, graph.reduced, binding, states, undefined, inputs_only
             )
-            state = state_text(binding, states, graph.direction == "backward")
+            state = state_text(binding, states, graph.direction == "backward", forward)
             program = self._programs[key] = self._lowering.lower(
                 graph, binding, convention, state, late, forward=forward
             )

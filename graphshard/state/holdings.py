@@ -64,8 +64,11 @@ class Holdings:
         """The outermost call ends."""
         for unit in self.forward.touched:
             behind, is_pinned = self.residency.at_end_of_forward(unit), unit in self.residency.pinned
-            if behind == KEEP:
+            if behind == KEEP and self.residency.stays_by_flag(unit):
                 self.gathers.stay_whole([unit])
+            elif behind == KEEP:  # as was planned: FSDP2 has shards in modules
+                for shard in self.shards.of(unit):
+                    shard.hide()
             if unit in self.shards.active:
                 for shard in self.shards.of(unit):
                     # Autograd cannot use what inference mode has made.

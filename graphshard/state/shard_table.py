@@ -15,7 +15,8 @@ from graphshard.compat.tensors import address
 from graphshard.fsdp2 import AllGatherExtension, Unit
 from graphshard.reporting.report import Report
 from graphshard.state.binding import Binding
-from graphshard.state.shards import ParameterWatch, Shard
+from graphshard.state.parameter_watch import ParameterWatch
+from graphshard.state.shards import Shard
 
 # So often may the metadata of one extension differ before the report says so.
 MANY_KINDS = 8

@@ -8,7 +8,7 @@ outlives a program: a gathered value that stays, gradients that are not reduced 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.spmd_parameters import key_of
-from graphshard.compat.autograd import recomputes
 from graphshard.compat.dynamo import uncaptured
 from graphshard.compat.tensors import keep_static, version
 from graphshard.fsdp2 import ShardedParam, Unit
@@ -57,6 +56,7 @@ class Shard:
         self.partial: Tensor | None = None
         self._versions = (0, 0)  # how often it was written, when it was gathered
         self._registered: nn.Parameter | None = None  # in place of FSDP2's sharded parameter
+        self._is_hidden = False  # what stays gathered, for modules
         self._trains: bool | None = None  # whether it did when the running backward let go of what stayed
         self._whole: nn.Parameter | None = None  # the same, made once, where the shard is whole
         # The last of them that takes gradients; weakly: its memory is that of what was gathered.
@@ -197,11 +197,23 @@ class Shard:
     def keep(self, full: Tensor, written: tuple[int, int] | None = None) -> None:
         """Keeps a gathered value for the next program, unregistered: it is for that program alone."""
         self.full, self.post_forward, self._versions = full, None, written or self.written()
+        self._is_hidden = False
+
+    def hide(self) -> None:
+        """Registers the sharded parameter again, though what was gathered stays for the programs to come."""
+        if self.full is not None and self._registered is not None:
+            self.param.register(self.param.parameter)
+            self._registered, self._is_hidden = None, True
+
+    def show(self) -> None:
+        """Registers what stays gathered."""
+        if self._is_hidden and self.full is not None:
+            self.stay(self.full, self._versions)
 
     @property
     def is_for_one_program(self) -> bool:
         """Whether what is gathered is for the next program alone."""
-        return self.full is not None and self._registered is None
+        return self.full is not None and self._registered is None and not self._is_hidden
 
     def stay_whole(self) -> None:
         """The same for a parameter that is whole on this rank: nothing is kept."""
@@ -230,6 +242,7 @@ class Shard:
     def reshard(self) -> None:
         """Frees what stayed, and registers the sharded parameter."""
         self.full = self.post_forward = None
+        self._is_hidden = False
         if self._registered is not None:
             self._registered = None
             self.param.register(self.param.parameter)
@@ -358,43 +371,3 @@ def _take(shard_of: weakref.ref[Shard], parameter: Tensor) -> None:
     if grad is not None and shard is not None:
         shard.add_pending(shard.param.local_grad(grad), shared=True)
         shard.grad_came(shard)
-
-
-class ParameterWatch:
-    """Notices, before a forward, what happened to parameters since the last one. A tight loop: it runs in every
-    step.
-    """
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        # (shard, its parameter, the flat shard it had, whether it was trainable, where it is registered, its name)
-        self._seen = [
-            (shard, shard.param, shard.param.flat_shard, shard.is_trainable, registered, name)
-            for shard in shards
-            for registered, name in shard.param.places
-        ]
-
-    def changed(self) -> bool:
-        """Whether a flat shard is another tensor, or a parameter is trainable where it was not, or the reverse.
-
-        Raises:
-            RuntimeError: for a parameter that was replaced in its module.
-        """
-        changed = False
-        for shard, param, flat, trainable, registered, name in self._seen:
-            parameter = param.parameter
-            if param.flat_shard is not flat or shard.is_trainable is not trainable:
-                changed = True
-            found = registered.get(name)
-            # A checkpoint recomputes a forward that has taken it out, and puts it back.
-            is_out = found is None and recomputes()
-            if found is parameter or shard.is_registered(found) or is_out:
-                continue
-            if param.flat_shard is not flat and found is not None:
-                # `load_state_dict(assign=True)` of a tied parameter: FSDP2 took what came to its first place.
-                param.register(parameter)
-            else:
-                raise RuntimeError(
-                    f"parameter '{shard.fqn}' was replaced after compile: got a {type(found).__name__} that FSDP2 does "
-                    "not shard; copy values into the parameter instead (load_state_dict, or copy_ under no_grad)"
-                )
-        return changed

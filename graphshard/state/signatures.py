@@ -95,11 +95,14 @@ def _said_of(binding: Binding, slot: int, again: Collection[int]) -> str:
     return f"{shard.index}: {'x'.join(map(str, shard.param.size))}{frozen}{twice}"
 
 
-def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = False) -> str:
+def state_text(
+    binding: Binding, states: Sequence[UnitState], backward: bool = False, forward: Binding | None = None
+) -> str:
     """Where the units of a call are not in their usual state; names no process group, which siblings have others of.
 
-    Of a backward, what is frozen does not count, nor do units of which all is: whether its graph has any of it is the
-    partitioner's choice.
+    Of a backward, what is frozen does not count, nor do units of which all is, but for what stays gathered of all that
+    its forward used: whether its graph has any of it is the partitioner's choice. `forward`: the shards of that, where
+    they are not those of `binding`.
     """
     counts = {shard for shard in binding.shards if shard.leaf.requires_grad or not backward}
     state_of = dict(zip(binding.units, states, strict=True))
@@ -132,12 +135,24 @@ def state_text(binding: Binding, states: Sequence[UnitState], backward: bool = F
         said.append(str(unusual) if unusual else "")
         if any(said):
             found.append(f"{ordinals[unit.name]}: {' '.join(filter(None, said))}")
+    if backward and (staying := _frozen_that_stay(forward or binding)):
+        found.append(f"frozen gathered: {', '.join(map(str, staying))}")
     return "; ".join(found)
+
+
+def _frozen_that_stay(binding: Binding) -> list[int]:
+    """Ordinals of units of which something frozen is gathered."""
+    frozen = {
+        shard.unit
+        for shard in binding.shards
+        if not shard.leaf.requires_grad and shard.unit.world_size > 1 and shard.bits & RESIDENT
+    }
+    return [number for number, unit in enumerate(ordered_units(binding)) if unit in frozen]
 
 
 def shown_state(text: str) -> str:
     """What users have set, of `state_text`: not what the shards hold."""
-    words = (re.sub(r" *(behind \d|\[\(.*?\)\])", "", unit) for unit in text.split("; "))
+    words = (re.sub(r" *(behind \d|\[\(.*?\)\]|(?<=gathered: ).*)", "", unit) for unit in text.split("; "))
     return "; ".join(unit for unit in words if not unit.endswith(":") and unit)
 
 

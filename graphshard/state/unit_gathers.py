@@ -130,6 +130,13 @@ class UnitGathers:
                     shard.stay_whole()
                     self._shards.active.add(unit)
 
+    def show(self, units: Sequence[Unit]) -> None:
+        """Registers what stays gathered of `units`, or is whole on this rank."""
+        for unit in units:
+            for shard in self._shards.of(unit):
+                shard.show()
+        self.stay_whole(units)
+
     def reshard(self, units: Iterable[Unit]) -> None:
         """Frees what stays gathered."""
         for unit in units:
@@ -151,5 +158,5 @@ class _Handle(UnshardHandle):
     def wait(self) -> None:
         """Waits, and registers the gathered parameters."""
         self._gathers.finish(self._units)
-        self._gathers.stay_whole(self._units)
+        self._gathers.show(self._units)
         self._units = []

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.compat.inductor import eager_random_numbers
-from graphshard.testing import WorkerPool, check_parity
+from graphshard.testing import TrainingRun, WorkerPool, check_parity, training_test
 
 AMPLE = 0.5
 PLANNED = [
@@ -206,3 +206,53 @@ def symbolic_programs() -> int:
 
 def test_symbolic_sizes_are_planned_once(two_ranks: WorkerPool) -> None:
     assert two_ranks.run(symbolic_programs) == [2, 2]
+
+
+def kept(run: TrainingRun) -> Any:
+    """A model whose units stay gathered from forward to backward, though FSDP2 would shard them again."""
+    return run.shard(models.mlps(5), **({} if run.is_reference else {"plan": "auto"}))
+
+
+def check_kept(run: TrainingRun, model: nn.Module) -> None:
+    if not run.is_reference:
+        decisions = [program.decision for program in graphshard.report(model).programs]
+        assert any(unit != "" for decision in decisions if decision is not None for unit in decision.kept or ())
+
+
+@training_test(tolerance=BITWISE)
+def test_modules_have_shards_of_what_a_plan_keeps_for_backward(run: TrainingRun) -> None:
+    """`zero_grad` of a GAN's generator, between its forward and its backward, clears their gradients."""
+    model = kept(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        loss = model(*models.features(index, run.rank)).square().mean()
+        run.note_registration(f"behind forward {index}", model)
+        if index == 2:
+            model[1].unshard()
+            run.note_registration("gathered by hand", model)
+        model.zero_grad()
+        loss.backward()
+        run.observe(loss, model)
+        optimizer.step()
+    check_kept(run, model)
+
+
+@training_test(tolerance=BITWISE)
+def test_model_is_frozen_for_gradients_of_its_input_between_steps(run: TrainingRun) -> None:
+    """Langevin steps of an energy model: another plan keeps other units in each region."""
+    model = kept(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        (x,) = models.features(index, run.rank)
+        model.requires_grad_(False)
+        for _ in range(2):
+            x.requires_grad_(True)
+            (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+            x = (x - 0.1 * grad).detach()
+        model.requires_grad_(True)
+        loss = model(x).square().mean() - model(x + 1).mean()
+        loss.backward()
+        run.observe(loss, model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_kept(run, model)

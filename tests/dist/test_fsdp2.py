@@ -16,7 +16,8 @@ from graphshard import fsdp2
 from graphshard.capture.marked_classes import forward_method
 from graphshard.capture.unit_hooks import unit_hooks
 from graphshard.reporting.report import Report
-from graphshard.state.shards import ParameterWatch, Shard
+from graphshard.state.parameter_watch import ParameterWatch
+from graphshard.state.shards import Shard
 from graphshard.testing import WorkerPool
 
 

@@ -38,6 +38,7 @@ class FakeShard:
     size: tuple[int, ...] = (4, 4)
     trainable: bool = True
     reduce_dtype: torch.dtype = F32
+    bits: int = 0
     leaf: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,3 +217,13 @@ def test_casts_that_stay_are_no_state_that_ranks_share() -> None:
         states = [[replace(USUAL, slots=(bits,))] for bits in (REACHED, REACHED | RESIDENT)]
         without, kept = (state_text(binding, found, backward=True) for found in states)
         assert (kept != without) is is_told
+
+
+def test_backward_tells_which_frozen_units_of_its_forward_stay_gathered() -> None:
+    """What it gathers depends on it, and which of them its graph has is the partitioner's choice."""
+    units = [FakeUnit(name, number) for number, name in enumerate("xy")]
+    forward = call(*(FakeShard(unit, 0, trainable=False, bits=RESIDENT) for unit in units))
+    sharded = call(*(FakeShard(unit, 0, trainable=False) for unit in units))
+    texts = [state_text(call(of.shards[1]), [USUAL], True, of) for of in (forward, sharded)]  # type: ignore[arg-type]
+    assert texts == ["frozen gathered: 0, 1", ""]
+    assert shown_state(texts[0]) == ""
