@@ -128,6 +128,9 @@ class AskedInside(nn.Module):
         return out
 
 
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 @pytest.mark.parametrize("regions", ["model", "unit"])
 @training_test(tolerance=BITWISE, allow_eager=("",))
 def test_what_is_recomputed_around_a_break_sees_gathered_parameters(run: TrainingRun, regions: str) -> None:

@@ -149,5 +149,8 @@ def test_nothing_is_said_of_right_passes(two_ranks: WorkerPool) -> None:
     assert two_ranks.run(notes_of, "replicate") == [[], []]
 
 
+@pytest.mark.skipif(
+    not models.ROUNDS_GRADIENTS, reason="torch 2.15 reduces some gradients without rounding them to param_dtype"
+)
 def test_nothing_is_said_of_right_passes_over_copies_of_shards(four_ranks: WorkerPool) -> None:
     assert four_ranks.run(notes_of, "hybrid") == [[]] * 4

@@ -147,13 +147,16 @@ def test_nothing_is_said_of_blocks_that_are_too_few_for_twins(two_ranks: WorkerP
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("filling a list", "they are called with more than tensors, None, "),
-        ("an item set between them", "each is called otherwise, "),
+        ("filling a list", ("they are called with more than tensors, None, ",)),
+        # Of torch 2.15's traces the second is found first.
+        ("an item set between them", ("each is called otherwise, ", "two that look alike are traced otherwise")),
     ],
 )
-def test_why_blocks_that_are_alike_have_no_twins_is_said(two_ranks: WorkerPool, name: str, why: str) -> None:
+def test_why_blocks_that_are_alike_have_no_twins_is_said(
+    two_ranks: WorkerPool, name: str, why: tuple[str, ...]
+) -> None:
     for twins, (note, *more) in two_ranks.run(notes_without_twins, name):
-        assert twins == 0 and note.startswith(f"blocks are captured one by one: {why}") and not more
+        assert twins == 0 and note.removeprefix("blocks are captured one by one: ").startswith(why) and not more
 
 
 @training_test()
