@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _INNER = "tests/dist/test_inner_gradients.py"
+_SENT, _PLANNED = "tests/dist/test_collectives_in_forward.py", "tests/dist/test_auto_plan.py"
+_RANDOM = "tests/graph/test_random_calls.py"
 _WINDOW = ("tests/dist/test_parameters_in_forward.py", "-k", "parametrization")
 
 OF_CAPTURES = (
@@ -45,9 +47,72 @@ OF_CAPTURES = (
     ),
     Mutation(
         "a state dict that is assigned unties weights",
-        "graphshard/state/shards.py",
+        "graphshard/state/parameter_watch.py",
         "if param.flat_shard is not flat and found is not None:",
         "if False:",
         ("tests/dist/test_shared_parameters.py", "-k", "assigned"),
+    ),
+    Mutation(
+        "the gradient of what a forward reduces in place is lost",
+        "passes/detach_collectives.py",
+        "in_place = [node for node in copies if _is_reduced(node)]",
+        "in_place: list[Node] = []",
+        (_SENT, "-k", "reduce_in_place"),
+    ),
+    Mutation(
+        "what a forward gathers brings gradients",
+        "passes/detach_collectives.py",
+        "if name in edit.in_place else written, _detached(source))",
+        "if name in edit.in_place else written, source)",
+        (_SENT, "-k", "gather_list"),
+    ),
+    Mutation(
+        "each copy of what was sent is taken for c10d's",
+        "graphshard/compat/dynamo.py",
+        "return frame.startswith(_functional_collectives.__file__)",
+        "return True",
+        ("tests/graph/test_detach_collectives.py",),
+    ),
+    Mutation(
+        "attention without dropout takes up a state of random numbers",
+        "graphshard/compat/partitioner.py",
+        "node.target = _not_random(node.target)",
+        "pass",
+        (_RANDOM,),
+    ),
+    Mutation(
+        "a generator is equal to itself alone",
+        "graphshard/graph/stretches.py",
+        "value.device if isinstance(value, torch.Generator) else value",
+        "value",
+        (_RANDOM,),
+    ),
+    Mutation(
+        "modules have gathered parameters of what a plan keeps for backward",
+        "graphshard/state/holdings.py",
+        "                    shard.hide()",
+        "                    pass",
+        (_PLANNED, "-k", "modules_have_shards"),
+    ),
+    Mutation(
+        "what stays gathered for backward stays hidden from who gathers it by hand",
+        "graphshard/state/unit_gathers.py",
+        "                shard.show()",
+        "                pass",
+        (_PLANNED, "-k", "modules_have_shards"),
+    ),
+    Mutation(
+        "a backward's contract does not know what stays of frozen units",
+        "graphshard/runtime/program_selection.py",
+        'state_text(binding, states, graph.direction == "backward", forward)',
+        'state_text(binding, states, graph.direction == "backward", Binding(()))',
+        (_PLANNED, "-k", "is_frozen_for"),
+    ),
+    Mutation(
+        "blocks of copies are made anew for each address",
+        "graphshard/kernels/launch.py",
+        "self.blocks.get((*where, layout),",
+        "self.blocks.get((*where, addresses, layout),",
+        ("tests/kernels/test_copies.py",),
     ),
 )
