@@ -50,7 +50,7 @@ OF_RANKS = (
     Mutation(
         "what generate needs is sharded by the modules that it calls",
         "graphshard/runtime/generating.py",
-        "    holdings.residency.pinned |= own\n",
+        "    holdings.residency.pinned |= {*own}\n",
         "",
         ("tests/dist/test_generate.py", "-k", "layers_alone"),
     ),
