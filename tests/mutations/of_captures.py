@@ -113,6 +113,6 @@ OF_CAPTURES = (
         "graphshard/kernels/launch.py",
         "self.blocks.get((*where, layout),",
         "self.blocks.get((*where, addresses, layout),",
-        ("tests/kernels/test_copies.py",),
+        ("tests/graph/test_kernels.py", "-k", "interpreted"),
     ),
 )
