@@ -228,8 +228,8 @@ def test_modules_have_shards_of_what_a_plan_keeps_for_backward(run: TrainingRun)
         loss = model(*models.features(index, run.rank)).square().mean()
         run.note_registration(f"behind forward {index}", model)
         if index == 2:
-            for block in model:
-                block.unshard()
+            for block in (module for module in model if isinstance(module, models.Mlp)):
+                block.unshard()  # type: ignore[operator]
             run.note_registration("gathered by hand", model)
         model.zero_grad()
         loss.backward()
