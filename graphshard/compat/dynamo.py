@@ -33,8 +33,8 @@ from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-# Whether Dynamo traces what forward asks of autograd.
-_GRADS = "trace_autograd_ops"
+# Dynamo traces what forward asks of autograd. What draws random numbers by numpy breaks the graph: they would be others.
+_CAPTURES = {"trace_autograd_ops": True, "use_numpy_random_stream": True}
 
 
 @contextmanager
@@ -48,18 +48,18 @@ def capture_settings() -> Iterator[None]:
     if not skip and isinstance(logs, OnceLogs):
         yield
         return
-    grads = getattr(dynamo_config, _GRADS, None)
+    before = {name: getattr(dynamo_config, name) for name in _CAPTURES if hasattr(dynamo_config, name)}
     dynamo_config.skip_nnmodule_hook_guards = False
     dynamo_config.ignore_logging_functions = OnceLogs(logs)
-    if grads is not None:
-        setattr(dynamo_config, _GRADS, True)
+    for name in before:
+        setattr(dynamo_config, name, _CAPTURES[name])
     try:
         yield
     finally:
         dynamo_config.skip_nnmodule_hook_guards = skip
         dynamo_config.ignore_logging_functions = logs
-        if grads is not None:
-            setattr(dynamo_config, _GRADS, grads)
+        for name, value in before.items():
+            setattr(dynamo_config, name, value)
 
 
 def is_compiled_module(module: object) -> bool:

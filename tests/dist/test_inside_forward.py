@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import models
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -123,4 +124,29 @@ def test_collective_of_a_number_on_ranks_that_capture_at_different_times(run: Tr
         loss = model(torch.ones(lengths[run.rank], models.DIM)).square().mean() + step
         loss.backward()
         run.observe(loss, model)
+        model.zero_grad()
+
+
+class Masked(nn.Module):
+    """Draws a mask by numpy, as Wav2Vec2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.mlps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x) * torch.from_numpy(np.random.rand(len(x), 1)).float()
+        out: Tensor = self.layers(x)
+        return out * np.random.uniform(0.5, 1.5)
+
+
+@training_test(tolerance=BITWISE, allow_eager=("",))
+def test_what_numpy_draws_in_forward_are_its_own_numbers(run: TrainingRun) -> None:
+    model = run.shard(Masked())
+    np.random.seed(run.rank)
+    for step in range(3):
+        loss = model(*models.features(step, run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        run.note(f"numpy draws {step}", torch.tensor(np.random.rand()))
         model.zero_grad()

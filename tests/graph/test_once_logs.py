@@ -103,6 +103,7 @@ def test_what_the_user_leaves_out_stays_so(logger: Logger) -> None:
         assert graphs_of(forward, logger, calls=1) == (1, [])
         assert dynamo_config.ignore_logging_functions is mine
         assert dynamo_config.trace_autograd_ops is False
+        assert dynamo_config.use_numpy_random_stream is False
     finally:
         dynamo_config.ignore_logging_functions = before
         dynamo_config.trace_autograd_ops = grads
