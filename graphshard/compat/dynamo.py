@@ -33,7 +33,8 @@ from graphshard.compat.tensors import fake_mode_of, is_plain_fake
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-# Dynamo traces what forward asks of autograd. What draws random numbers by numpy breaks the graph: they would be others.
+# Dynamo traces what forward asks of autograd. What draws random numbers by numpy breaks the graph, for they would be
+# other ones.
 _CAPTURES = {"trace_autograd_ops": True, "use_numpy_random_stream": True}
 
 
