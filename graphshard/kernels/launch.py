@@ -86,7 +86,7 @@ def _segments(device: torch.device, addresses: tuple[int, ...], layout: Layout) 
     rows = [(address, *segment) for address, segment in zip(addresses, layout.segments, strict=True)]
     assert len(rows[0]) == COLUMNS
     aligned = layout.alignment >= ALIGNED and not any(address % ADDRESS_BYTES for address in addresses)
-    return _Segments(_on(device, torch.tensor(rows, dtype=torch.int64)), aligned)
+    return _Segments(_on(device, torch.tensor(rows, dtype=torch.int64, device="cpu")), aligned)
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:

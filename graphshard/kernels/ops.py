@@ -229,7 +229,7 @@ def _reduce_copy_in_fused(
 @cache
 def _reciprocal(divisor: float) -> float:
     """In fp32, as torch's division by a number does it on CUDA."""
-    return float(torch.ones((), dtype=torch.float32) / divisor)
+    return float(torch.ones((), dtype=torch.float32, device="cpu") / divisor)
 
 
 def _fake_reduce_copy_in(

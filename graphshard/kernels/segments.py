@@ -88,10 +88,10 @@ def block_map(segments: Sequence[Segment], block: int) -> Tensor:
     """(Segment, number of the block in it) of each block of `block` elements; an empty segment has none.
 
     Returns:
-        int32 `[blocks, 2]`, in order.
+        int32 `[blocks, 2]`, in order, on the CPU.
     """
-    counts = torch.tensor([-(-segment.chunk // block) for segment in segments])
+    counts = torch.tensor([-(-segment.chunk // block) for segment in segments], device="cpu")
     total = int(counts.sum())
-    of = torch.repeat_interleave(torch.arange(len(segments)), counts, output_size=total)
+    of = torch.repeat_interleave(torch.arange(len(segments), device="cpu"), counts, output_size=total)
     first = counts.cumsum(0) - counts
-    return torch.stack((of, torch.arange(total) - first[of]), dim=1).int()
+    return torch.stack((of, torch.arange(total, device="cpu") - first[of]), dim=1).int()

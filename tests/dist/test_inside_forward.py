@@ -150,3 +150,15 @@ def test_what_numpy_draws_in_forward_are_its_own_numbers(run: TrainingRun) -> No
         run.observe(loss, model)
         run.note(f"numpy draws {step}", torch.tensor(np.random.rand()))
         model.zero_grad()
+
+
+@training_test(tolerance=BITWISE)
+def test_a_default_device_of_users_is_theirs_alone(run: TrainingRun) -> None:
+    model = run.shard(models.Checkpointed())
+    for step in range(2):
+        inputs = models.tokens(step, run.rank)
+        with torch.device("meta"):
+            loss = model(*inputs).square().mean()
+            loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()

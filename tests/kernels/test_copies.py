@@ -175,7 +175,8 @@ def test_bytes_before_another_dtype_are_copied_out_as_what_they_are() -> None:
 def test_blocks_of_a_layout_are_made_once_for_all_addresses() -> None:
     layout = full_layout(((5, 300), (0, 4), (1000, 7)), (0, 0, 0), 2)
     tables = launch._Tables()
-    (first, blocks), (second, others) = (tables.get(torch.device("cpu"), (at, 8, 16), layout) for at in (0, 32))
+    with torch.device("meta"):  # a user's default device is not theirs
+        (first, blocks), (second, others) = (tables.get(torch.device("cpu"), (at, 8, 16), layout) for at in (0, 32))
     assert blocks is others and first.table.tolist() != second.table.tolist()
     counts = [-(-segment.chunk // BLOCK) for segment in layout.segments]
     assert blocks.tolist() == [[k, number] for k, count in enumerate(counts) for number in range(count)]
