@@ -68,10 +68,10 @@ class Pass:
 
 
 CAPTURED = (
-    Pass("detach_collectives", detach_collectives.decide, detach_collectives.apply, repairs=True),
     Pass("hoist_reads", hoist_reads.decide, hoist_reads.apply, repairs=True),
     Pass("share_reads", share_reads.decide, share_reads.apply),
     Pass("sum_by_units", sum_by_units.decide, sum_by_units.apply),
+    Pass("detach_collectives", detach_collectives.decide, detach_collectives.apply, repairs=True),
 )
 
 COLLAPSE = Pass("collapse_blocks", collapse_blocks.decide, collapse_blocks.apply, optional=True)
