@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,15 +48,16 @@ def can_draw(node: Node) -> bool:
 
 def give_values(graph: Graph) -> None:
     """Gives such nodes their fake values, which the partitioner leaves out (torch 2.13)."""
-    values = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
-    mode = next((fake_mode_of(value) for value in values if isinstance(value, FakeTensor)), nullcontext())
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    if (mode := next((fake_mode_of(value) for value in values if isinstance(value, FakeTensor)), None)) is None:
+        return
     for node in graph.nodes:
         if "val" in node.meta or (call := call_of(node)).target is node.target:
             continue
         if node.target is run_and_save_rng_state:
             parts = {part.args[1]: part.meta["val"] for part in node.users}
             node.meta["val"] = (parts.get(0), parts.get(1))
-            continue
-        args, kwargs = map_arg((call.args, call.kwargs), lambda source: source.meta["val"])
-        with mode, torch.no_grad():
-            node.meta["val"] = call.target(*args, **kwargs)
+        elif all("val" in source.meta for source in node.all_input_nodes):
+            args, kwargs = map_arg((call.args, call.kwargs), lambda source: source.meta["val"])
+            with mode, torch.no_grad():
+                node.meta["val"] = call.target(*args, **kwargs)
