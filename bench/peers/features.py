@@ -61,6 +61,7 @@ FEATURES = {
     "clipped by the norm of all": Feature(clip=True),
     "evaluation between steps": Feature(evaluates=True),
     "a penalty on a gradient, in forward": Feature(("penalized",)),
+    "features of all ranks in a loss": Feature(("contrasted",)),
 }
 
 
@@ -102,6 +103,7 @@ class Net(nn.Module):
         unused: bool = False,
         branches: bool = False,
         penalized: bool = False,
+        contrasted: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
@@ -111,7 +113,7 @@ class Net(nn.Module):
         if frozen:
             for block in self.blocks:
                 block.up.requires_grad_(False)  # type: ignore[union-attr, operator]
-        self._checkpointed, self._penalized = checkpointed, penalized
+        self._checkpointed, self._penalized, self._contrasted = checkpointed, penalized, contrasted
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = embedded = self.embed(tokens)
@@ -121,7 +123,17 @@ class Net(nn.Module):
         if self._penalized:
             (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
             loss = loss + 10 * grad.square().sum()
-        return loss
+        return loss + _contrast(x.mean(1)) if self._contrasted else loss
+
+
+def _contrast(features: Tensor) -> Tensor:
+    """Beside those of other ranks, which have no gradient, as in CLIP without `gather_with_grad`."""
+    gathered = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, features)
+    gathered[dist.get_rank()] = features
+    likely = nn.functional.log_softmax(features @ torch.cat(gathered).T, dim=1)
+    first = dist.get_rank() * len(features)
+    return -likely[:, first : first + len(features)].diagonal().mean()
 
 
 # -- systems, by the lines that a user adds
