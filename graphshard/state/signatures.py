@@ -19,6 +19,8 @@ from graphshard.state.binding import Binding
 from graphshard.state.shards import RESIDENT
 from graphshard.state.unit_state import REACHED, RESHARD, UnitState
 
+_FROZEN = "frozen gathered"
+
 
 @dataclass(frozen=True)
 class WholeCall:
@@ -136,7 +138,7 @@ def state_text(
         if any(said):
             found.append(f"{ordinals[unit.name]}: {' '.join(filter(None, said))}")
     if backward and (staying := _frozen_that_stay(forward or binding)):
-        found.append(f"frozen gathered: {', '.join(map(str, staying))}")
+        found.append(f"{_FROZEN}: {', '.join(map(str, staying))}")
     return "; ".join(found)
 
 
@@ -152,8 +154,8 @@ def _frozen_that_stay(binding: Binding) -> list[int]:
 
 def shown_state(text: str) -> str:
     """What users have set, of `state_text`: not what the shards hold."""
-    words = (re.sub(r" *(behind \d|\[\(.*?\)\]|(?<=gathered: ).*)", "", unit) for unit in text.split("; "))
-    return "; ".join(unit for unit in words if not unit.endswith(":") and unit)
+    words = (re.sub(r" *(behind \d|\[\(.*?\)\])", "", unit) for unit in text.split("; "))
+    return "; ".join(unit for unit in words if not unit.endswith(":") and not unit.startswith(_FROZEN) and unit)
 
 
 def program_key(what: str, structure: str, state: str) -> str:
