@@ -15,6 +15,7 @@ from typing import TypeVar
 from graphshard.agree.consensus import Consensus
 from graphshard.agree.contract import Contract
 from graphshard.errors import OrderDiffers
+from graphshard.planner import OwnPlace
 
 T = TypeVar("T")
 _AGREED = (
@@ -44,7 +45,8 @@ class AnyOrder:
             return contract
         kinds = ("gather", "reduce")
         buckets = tuple(bucket for kind in kinds for bucket in contract.buckets if bucket.kind == kind)
-        return replace(contract, buckets=buckets, steps=())
+        gathers = sum(bucket.kind == "gather" for bucket in buckets)
+        return replace(contract, buckets=buckets, steps=(), own=(OwnPlace(gathers),) * len(contract.own))
 
     def kept(
         self, key: str, what: str, contract: Contract, lower: Callable[[Contract], T], say: Callable[[str], object]

@@ -9,13 +9,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from graphshard.files import parse_json
 from graphshard.graph.emit_reduction import ALL_REDUCE_BUCKET
-from graphshard.graph.ir import collective, launches
+from graphshard.graph.ir import Collective, collective, launches
+from graphshard.graph.own_launches import own_launches
 from graphshard.graph.plan import Decision, PlannedBucket, PlannedStep
 from graphshard.plan_file.decoding import decode
+from graphshard.planner import OwnPlace
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Contract:
         params: all parameters of that program.
         chosen: what made it: the planner's search, or one of its baselines.
         without: names of optional passes that every rank leaves out of that program.
+        own: of the model's own collectives, those of the groups that buckets use, in order.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -44,6 +47,7 @@ class Contract:
     params: tuple[ContractParam, ...]
     chosen: str = "fsdp2"
     without: tuple[str, ...] = ()
+    own: tuple[OwnPlace, ...] = ()
 
     def text(self) -> str:
         """As it is posted."""
@@ -69,9 +73,9 @@ class Contract:
         return replace(self, buckets=buckets, params=tuple(params))
 
     @property
-    def launches(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(kind, members) in order of launch."""
-        return tuple((bucket.kind, bucket.members) for bucket in self.buckets)
+    def launches(self) -> tuple[object, ...]:
+        """What is sent, in order: equal for contracts that can meet."""
+        return (*((bucket.kind, bucket.members) for bucket in self.buckets), *self.own)
 
 
 def _renamed(member: str, names: Mapping[str, str]) -> str:
@@ -83,9 +87,8 @@ def contract_of(graph: Graph, decision: Decision | None, params: Sequence[Contra
     """What a lowered graph launches. `decision`: that it was lowered by, if there was one."""
     planned = {} if decision is None else {bucket.name: bucket for bucket in decision.plan.buckets}
     buckets: list[PlannedBucket] = []
-    for node in launches(graph):
-        found = collective(node)
-        if found is None or found.bucket.endswith(ALL_REDUCE_BUCKET):
+    for _, found in _ours(graph):
+        if found.bucket.endswith(ALL_REDUCE_BUCKET):
             continue
         own = PlannedBucket(
             found.bucket,
@@ -97,7 +100,24 @@ def contract_of(graph: Graph, decision: Decision | None, params: Sequence[Contra
     steps = () if decision is None else decision.plan.steps
     if [step.bucket for step in steps if step.step == "launch"] != [bucket.name for bucket in buckets]:
         steps = ()
-    return Contract(tuple(buckets), steps, tuple(params), "fsdp2" if decision is None else decision.choice.name)
+    chosen = "fsdp2" if decision is None else decision.choice.name
+    return Contract(tuple(buckets), steps, tuple(params), chosen, own=_own_places(graph))
+
+
+def _ours(graph: Graph) -> list[tuple[Node, Collective]]:
+    return [(node, found) for node in launches(graph) if (found := collective(node)) is not None]
+
+
+def _own_places(graph: Graph) -> tuple[OwnPlace, ...]:
+    ours = _ours(graph)
+    groups = {found.group for _, found in ours}
+    passing_on = [node for node, found in ours if found.bucket.endswith(ALL_REDUCE_BUCKET)]
+    first = [node for node, found in ours if not found.bucket.endswith(ALL_REDUCE_BUCKET)]
+    return tuple(
+        OwnPlace(sum(node < own.node for node in first), sum(node < own.node for node in passing_on))
+        for own in own_launches(graph.nodes)
+        if own.group in groups
+    )
 
 
 def _fqns(bucket: PlannedBucket) -> list[str]:

@@ -83,6 +83,7 @@ class FollowedPass:
 
     def __post_init__(self) -> None:
         self.shards = {shard.fqn: shard for shard in self.whole.binding.shards}
+        check_own(self.contract)
         for bucket in self.contract.buckets:
             if unknown := [fqn for fqn in bucket.members if fqn not in self.shards]:
                 raise RanksDiffer(
@@ -162,6 +163,19 @@ class FollowedPass:
         steps = tuple(step for step in self.contract.steps if step.bucket in names)
         contract = self.contract
         return Contract(part.buckets, steps, contract.params, contract.chosen, contract.without)
+
+
+def check_own(contract: Contract) -> None:
+    """Raises:
+    RanksDiffer: a contract is one with collectives of the model's own, which cannot be followed bucket by bucket: a
+        rank whose graphs break may launch them outside any graph.
+    """
+    if contract.own:
+        raise RanksDiffer(
+            "contract: the model has collectives of its own over a group that parameters are sharded over, which a "
+            "rank whose graphs break where the others' do not cannot keep in order; want no graph break on this rank "
+            "alone, or another group for them (dist.new_group())"
+        )
 
 
 def members(buckets: Sequence[PlannedBucket], kind: str) -> list[str]:

@@ -14,7 +14,7 @@ from graphshard.agree.contract import Contract
 from graphshard.compat.autograd import backward_id
 from graphshard.errors import RanksDiffer
 from graphshard.following.derived_contract import derived
-from graphshard.following.followed_pass import FollowedPass
+from graphshard.following.followed_pass import FollowedPass, check_own
 from graphshard.following.route import Leg, Route
 from graphshard.following.variants import Variants
 from graphshard.fsdp2 import Unit
@@ -316,7 +316,9 @@ class Follower:
 
         def decide() -> str:
             needed = self._needed.get(whole.structure) if direction == "backward" else None
-            return derived(self._latest.get(base_key), whole.binding, states, direction == "backward", needed).text()
+            if (base := self._latest.get(base_key)) is not None:
+                check_own(base)
+            return derived(base, whole.binding, states, direction == "backward", needed).text()
 
         what = f"the {direction} of '{self._holdings.forward.entry.name}'"
         meet = partial(self._context.left_out.agreed, key)  # no pass fails here: there is no graph

@@ -13,7 +13,16 @@ from graphshard.planner.problem import GatherTask, OwnCollective, Problem, Reduc
 from graphshard.planner.realised import OrderImpossible, realised_schedule
 from graphshard.planner.regions import RegionRun, pass_problem
 from graphshard.planner.residency import choose_residency, fsdp2_peaks, with_residency
-from graphshard.planner.schedule import Bucket, Schedule, ScheduledStep, StepKind, check_schedule
+from graphshard.planner.schedule import (
+    Bucket,
+    OwnPlace,
+    Schedule,
+    ScheduledStep,
+    StepKind,
+    check_schedule,
+    own_places,
+    shared_own,
+)
 from graphshard.planner.simulator import Event, Exposure, Simulation, simulate
 
 __all__ = [
@@ -27,6 +36,7 @@ __all__ = [
     "LiveBytes",
     "OrderImpossible",
     "OwnCollective",
+    "OwnPlace",
     "Problem",
     "ReductionTask",
     "RegionRun",
@@ -46,9 +56,11 @@ __all__ = [
     "is_coalesced",
     "live_by_category",
     "lower_bound_us",
+    "own_places",
     "pass_problem",
     "per_parameter_schedule",
     "realised_schedule",
+    "shared_own",
     "simulate",
     "with_residency",
 ]

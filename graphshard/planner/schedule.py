@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from graphshard.planner.problem import Problem, ReductionTask, Tasks
+from graphshard.planner.problem import OwnCollective, Problem, Tasks
 
 # Launch: copy-in and launch. Wait: wait and copy-out, or, where a reduce-scatter is followed by an all-reduce, wait and
 # launch of that. Finish: wait and copy-out of that all-reduce.
@@ -60,6 +60,46 @@ class Schedule:
         return [problem.reductions[i] for i in found.members]
 
 
+@dataclass(frozen=True)
+class OwnPlace:
+    """Where a collective of the model's own stands among those that are scheduled.
+
+    Attributes:
+        launched: number of buckets that are launched before it.
+        passed_on: number of all-reduces behind reduce-scatters that are.
+    """
+
+    launched: int
+    passed_on: int = 0
+
+
+def shared_own(problem: Problem) -> list[OwnCollective]:
+    """The model's own collectives on streams that gathers and reductions use, too: all ranks need them in one order."""
+    streams = {gather.transfer.stream for gather in problem.gathers}
+    streams |= {reduction.transfer.stream for reduction in problem.reductions}
+    streams |= {reduction.then.stream for reduction in problem.reductions if reduction.then is not None}
+    return [own for own in problem.own if own.stream in streams]
+
+
+def own_places(problem: Problem, schedule: Schedule) -> tuple[OwnPlace, ...]:
+    """Of each of `shared_own`."""
+    launches = [step.before for step in schedule.steps if step.kind == "launch"]
+    passing_on = [
+        step.before
+        for step in schedule.steps
+        if step.kind == "wait" and passes_on(problem, schedule.buckets[step.bucket])
+    ]
+    return tuple(
+        OwnPlace(sum(at <= own.launch for at in launches), sum(at <= own.launch for at in passing_on))
+        for own in shared_own(problem)
+    )
+
+
+def passes_on(problem: Problem, bucket: Bucket) -> bool:
+    """Whether it is a reduce-scatter with an all-reduce behind it."""
+    return bucket.kind == "reduce" and problem.reductions[bucket.members[0]].then is not None
+
+
 def check_schedule(problem: Problem, schedule: Schedule) -> None:
     """Raises:
     ValueError: if `schedule` is none for `problem`; it says which bucket, and why.
@@ -86,7 +126,7 @@ def _errors(problem: Problem, schedule: Schedule) -> Iterator[str]:
         if len({member.key for member in members}) != 1:
             yield f"bucket {number}: members of several keys"
         kinds: list[StepKind] = ["launch", "wait"]
-        if isinstance(members[0], ReductionTask) and members[0].then is not None:
+        if passes_on(problem, bucket):
             kinds.append("finish")
         places = [place.get((number, kind), -1) for kind in kinds]
         if -1 in places or places != sorted(places):

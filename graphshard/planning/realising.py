@@ -15,7 +15,9 @@ from graphshard.planner import (
     Schedule,
     ScheduledStep,
     check_schedule,
+    own_places,
     realised_schedule,
+    shared_own,
     simulate,
 )
 from graphshard.planning.extraction import Scene, extract_problem
@@ -34,12 +36,13 @@ def realise(
         budget_bytes: most that the program should allocate: gathers are launched late where it would allocate more.
 
     Raises:
-        RanksDiffer: the graph gathers or reduces other parameters.
+        RanksDiffer: the graph gathers or reduces other parameters, or has more or fewer collectives of its own.
         OrderDiffers: it computes in an order that the contract forbids.
     """
     names = frozenset(step.before for step in contract.steps) - {END}
     problem = extract_problem(graph, ctx, scene, names if contract.steps else None)
     buckets = _indexed(problem, contract.buckets)
+    _check_own(problem, contract)
     number_of = {bucket.name: number for number, bucket in enumerate(contract.buckets)}
     place = {name: at for at, name in enumerate(problem.ops)} | {END: len(problem.ops)}
     if contract.steps and names <= place.keys():  # the graph that it was decided for, perhaps of other shapes
@@ -47,22 +50,34 @@ def realise(
         schedule = Schedule(tuple(buckets), tuple(steps))
         try:
             check_schedule(problem, schedule)
-            return problem, schedule
+            if own_places(problem, schedule) == contract.own:
+                return problem, schedule
         except ValueError:
             pass  # nodes of these names, but another graph
     problem = extract_problem(graph, ctx, scene)
     buckets = _indexed(problem, contract.buckets)
     hints = [(step.step, number_of[step.bucket]) for step in contract.steps]
     try:
-        schedule = realised_schedule(problem, buckets, hints)
+        schedule = realised_schedule(problem, buckets, hints, own=contract.own)
         if budget_bytes is not None and simulate(problem, schedule).peak_bytes > budget_bytes:
-            schedule = realised_schedule(problem, buckets, hints, early=False)
+            schedule = realised_schedule(problem, buckets, hints, early=False, own=contract.own)
     except OrderImpossible as error:
         raise OrderDiffers(
             f"contract: {ctx.direction}: {error}; want modules called in the same order on every rank, or "
             "regions='unit'"
         ) from None
     return problem, schedule
+
+
+def _check_own(problem: Problem, contract: Contract) -> None:
+    own = shared_own(problem)
+    if len(own) != len(contract.own):
+        names = f" ({', '.join(its.name for its in own[:2])}{', ...' if len(own) > 2 else ''})" if own else ""
+        raise RanksDiffer(
+            f"contract: the {problem.direction} of this rank has {len(own)} collectives of the model's own{names} over "
+            f"groups that parameters are sharded over, the other ranks have {len(contract.own)}; want as many on every "
+            "rank"
+        )
 
 
 def _indexed(problem: Problem, buckets: tuple[PlannedBucket, ...]) -> list[Bucket]:

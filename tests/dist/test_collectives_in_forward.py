@@ -13,9 +13,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from test_training import BITWISE
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.testing import TrainingRun, training_test
+import graphshard
+from graphshard.testing import RankFailed, TrainingRun, WorkerPool, training_test
 
 DIM = models.DIM
 
@@ -130,3 +132,59 @@ def gather_list_as_one(x: Tensor) -> Tensor:
 def test_gather_into_a_tensor_has_no_gradient(run: TrainingRun) -> None:
     """With gloo and a gradient it fails in eager."""
     trained(run, Layers(gather_list_as_one if run.is_reference else gather))
+
+
+def gather_with_own(x: Tensor) -> Tensor:
+    """Which of what was gathered is read depends on the rank."""
+    gathered = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, x)
+    gathered[dist.get_rank()] = x
+    return torch.cat(gathered).mean(0) * x
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_with_own(x + nn.functional.gelu(self.inner(x)))
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.normalize(layer(x), dim=-1)
+        return x
+
+
+@pytest.mark.parametrize("plan", ["auto", "fsdp2"])
+@training_test(tolerance=BITWISE)
+def test_order_among_a_model_s_own_is_one_where_ranks_run_other_code(run: TrainingRun, plan: str) -> None:
+    """So many layers that buckets are launched between collectives, elsewhere in the graph of each rank."""
+    model = run.shard(Normalized(), plan=plan)
+    run.train(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_of, steps=2)
+
+
+class Broken(Layers):
+    """Breaks the graph on one rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def broken_on_one_rank() -> None:
+    graphshard.compile(Broken(reduce_in_place), init_device_mesh("cpu", (2,)), backend="aot_eager")(
+        *models.features(0, dist.get_rank())
+    )
+
+
+def test_rank_whose_graph_breaks_alone_is_told(two_ranks: WorkerPool) -> None:
+    with pytest.raises(RankFailed, match=r"collectives of its own .* want no graph break on this rank"):
+        two_ranks.run(broken_on_one_rank)

@@ -13,12 +13,15 @@ from graphshard.planner import (
     Bucket,
     GatherTask,
     OrderImpossible,
+    OwnCollective,
+    OwnPlace,
     Problem,
     ReductionTask,
     Schedule,
     Transfer,
     check_schedule,
     fsdp2_schedule,
+    own_places,
     realised_schedule,
     simulate,
 )
@@ -49,7 +52,7 @@ def stretched(problem: Problem, factor: int) -> Problem:
         op_bytes=tuple(size for size in problem.op_bytes for _ in range(factor)),
         gathers=tuple(map(moved, problem.gathers)),  # type: ignore[arg-type]
         reductions=tuple(map(moved, problem.reductions)),  # type: ignore[arg-type]
-        own=(),
+        own=tuple(replace(own, launch=own.launch * factor, wait=own.wait * factor) for own in problem.own),
     )
 
 
@@ -66,6 +69,33 @@ def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: 
     check_schedule(other, found)
     assert launches(found) == buckets
     simulate(other, found)
+
+
+@given(problems(), st.integers(1, 3), st.booleans(), st.booleans())
+def test_places_of_a_model_s_own_collectives_are_kept(problem: Problem, factor: int, hints: bool, early: bool) -> None:
+    found = searched(problem, 10**9, trials=20).best
+    assert found is not None
+    planned = found.schedule()
+    buckets = launches(planned)
+    number_of = {bucket: number for number, bucket in enumerate(buckets)}
+    steps = [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
+    other = stretched(problem, factor)
+    own = own_places(problem, planned)
+    try:
+        found = realised_schedule(other, buckets, steps if hints else (), early, own)
+    except OrderImpossible:
+        assert not hints
+        return
+    assert launches(found) == buckets
+    assert own_places(other, found) == own
+
+
+def test_bucket_on_the_wrong_side_of_a_model_s_own_collective_is_refused_by_name() -> None:
+    gather = GatherTask("w", "u", 0, TRANSFER, 1, 1, first_use=1, last_use=2)
+    own = OwnCollective("sum", 0, 1.0, launch=2, wait=3)
+    problem = Problem("forward", ("a", "b", "c"), (1.0,) * 3, (0,) * 3, (gather,), (), (own,))
+    with pytest.raises(OrderImpossible, match="the gather of w cannot be launched on that side of the model's own"):
+        realised_schedule(problem, [Bucket("gather", (0,))], own=[OwnPlace(0)])
 
 
 @given(problems(own=False))

@@ -14,7 +14,7 @@ from graphshard.errors import RanksDiffer
 from graphshard.graph.ir import PassContext
 from graphshard.graph.plan import END, PlannedBucket, PlannedStep
 from graphshard.lowering import driver
-from graphshard.planner import simulate
+from graphshard.planner import OwnPlace, simulate
 from graphshard.planning.extraction import Scene
 from graphshard.planning.named_plan import named_plan
 from graphshard.planning.planning import Planning, RegionPlanning
@@ -87,6 +87,13 @@ def test_what_one_graph_sends_alone_or_lacks_is_refused_by_name() -> None:
         realise(more.graph, more.ctx, SCENE, decided(less), None)
     with pytest.raises(RanksDiffer, match=r"the forward of this rank does not send the gather of blocks\.0\.bias, "):
         realise(less.graph, less.ctx, SCENE, decided(more), None)
+
+
+def test_graph_without_the_collectives_of_the_model_s_own_is_refused() -> None:
+    marked = toy_forward(WEIGHTS)
+    contract = replace(decided(marked), own=(OwnPlace(1),))
+    with pytest.raises(RanksDiffer, match=r"of this rank has 0 collectives of the model's own over .* have 1; want"):
+        realise(marked.graph, marked.ctx, SCENE, contract, None)
 
 
 def test_order_that_a_graph_cannot_keep_is_no_order_of_the_same_program() -> None:

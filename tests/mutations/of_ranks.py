@@ -68,4 +68,18 @@ OF_RANKS = (
         "fails = False",
         ("tests/dist/test_tensor_parallel.py", "-k", "several_lengths"),
     ),
+    Mutation(
+        "a contract's steps are taken whatever stands between them",
+        "graphshard/planning/realising.py",
+        "            if own_places(problem, schedule) == contract.own:\n                return problem, schedule\n",
+        "            return problem, schedule\n",
+        ("tests/dist/test_collectives_in_forward.py", "-k", "order_among"),
+    ),
+    Mutation(
+        "an all-reduce is launched on any side of a model's own collective",
+        "graphshard/planner/realised.py",
+        "            for turn, bucket in enumerate(passing_on):",
+        "            for turn, bucket in ():",
+        ("tests/graph/test_realised.py", "-k", "own"),
+    ),
 )
