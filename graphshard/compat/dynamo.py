@@ -141,6 +141,10 @@ def sets_grad_mode(node: Node) -> bool | None:
     return None
 
 
+# What it captures `tensor.data` as.
+DATA: Callable[[torch.Tensor], torch.Tensor] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
 def writes_for_c10d(copy: Node) -> bool:
     """Whether Dynamo has put a `copy_` of a captured graph in the place of what a collective of `torch.distributed`
     writes: it copies what the functional form of that yields.

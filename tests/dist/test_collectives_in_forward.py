@@ -44,6 +44,19 @@ def reduce_in_place(x: Tensor) -> Tensor:
     return x - mean / dist.get_world_size()
 
 
+def reduce_what_backward_needs(x: Tensor) -> Tensor:
+    """Backward of `exp` has what was reduced: autograd does not see that it is written."""
+    weights = x.exp()
+    dist.all_reduce(weights)
+    return x * weights / 10
+
+
+def broadcast(x: Tensor) -> Tensor:
+    first = x.sin()
+    dist.broadcast(first, 0)
+    return x * first
+
+
 def reduce_without_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
         mean = x.mean(0)
@@ -98,6 +111,8 @@ COLLECTIVES = (
     gather_list,
     exchange,
     reduce_in_place,
+    reduce_what_backward_needs,
+    broadcast,
     reduce_without_gradient,
     reduce_with_gradient,
     gather_with_gradient,

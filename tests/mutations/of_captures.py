@@ -55,15 +55,15 @@ OF_CAPTURES = (
     Mutation(
         "the gradient of what a forward reduces in place is lost",
         "passes/detach_collectives.py",
-        "in_place = [node for node in copies if _is_reduced(node)]",
-        "in_place: list[Node] = []",
+        "(_data(written), _data(source))",
+        "(written, _data(source))",
         (_SENT, "-k", "reduce_in_place"),
     ),
     Mutation(
         "what a forward gathers brings gradients",
         "passes/detach_collectives.py",
-        "if name in edit.in_place else written, _detached(source))",
-        "if name in edit.in_place else written, source)",
+        "(_data(written), _data(source))",
+        "(_data(written), source)",
         (_SENT, "-k", "gather_list"),
     ),
     Mutation(
