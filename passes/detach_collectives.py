@@ -5,7 +5,7 @@ Needs: a graph as Dynamo captured it. Leaves: gradients as they are without a tr
     dist.all_gather_into_tensor(y, x)                   dist.all_reduce(x)
     %g = all_gather_into_tensor(%x)                     %r = all_reduce(%x)
     %w = wait_tensor(%g)                                %w = wait_tensor(%r)
-    copy_(%y, %w)    ->  copy_(%y.data, %w.data)     copy_(%x, %w)   ->  copy_(%x.data, %w.data)
+    copy_(%y, %w)    ->  copy_(%y.data, %w)          copy_(%x, %w)   ->  copy_(%x.data, %w)
 
 In the place of a collective that writes, Dynamo puts its functional form, which autograd differentiates, and a copy.
 c10d's own has no formula, and autograd does not see that it writes: what is gathered is a constant, the gradient of
@@ -45,7 +45,7 @@ def apply(graph: Graph, edit: DetachEdit) -> None:
     for name in edit.copies:
         written, source = by_name[name].all_input_nodes
         with graph.inserting_before(by_name[name]):
-            by_name[name].args = (_data(written), _data(source))
+            by_name[name].args = (_data(written), source)
 
 
 def _data(value: Node) -> Node:

@@ -55,16 +55,9 @@ OF_CAPTURES = (
     Mutation(
         "the gradient of what a forward reduces in place is lost",
         "passes/detach_collectives.py",
-        "(_data(written), _data(source))",
-        "(written, _data(source))",
-        (_SENT, "-k", "reduce_in_place"),
-    ),
-    Mutation(
-        "what a forward gathers brings gradients",
-        "passes/detach_collectives.py",
-        "(_data(written), _data(source))",
         "(_data(written), source)",
-        (_SENT, "-k", "gather_list"),
+        "(written, source)",
+        (_SENT, "-k", "reduce_in_place"),
     ),
     Mutation(
         "each copy of what was sent is taken for c10d's",
