@@ -19,6 +19,7 @@ MANY, FEW = 64, 8
 KINDS = {
     "mlp": 5, "attention": 3, "conv": 1, "norm": 2, "low_rank": 1, "embedding": 1, "lstm": 1, "batch_norm": 1,
     "buffer": 1, "cross": 2, "experts": 1, "list": 1, "scaled": 1,
+    "gathered": 1, "reduced": 1,
 }  # fmt: skip
 # Of what is done, each by a method of `play._Job`.
 MOVES = {"train": 10, "evaluate": 3, "eager": 1, "unshard": 1, "freeze": 1, "mode": 1, "load": 1, "other_rows": 2}
@@ -202,8 +203,9 @@ def _sensible(case: Case) -> Case:
     layers = (replace(layers[0], again=False), *layers[1:])
     moves = case.moves
     ranks_differ = any(layer.breaks == "one" for layer in _walk(layers)) or (behind_limit and "other_rows" in moves)
-    if ranks_differ:  # nothing is frozen where parts of a call come to differ
+    if ranks_differ:  # nothing is frozen where parts of a call come to differ, nor does the model itself send
         moves = tuple(move for move in moves if move != "freeze")
+        layers = tuple(_without(_without(layer, "gathered"), "reduced") for layer in layers)
     budget_mib = case.budget_mib if has_budget else 0
     return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=budget_mib, moves=moves)
 

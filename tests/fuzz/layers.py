@@ -172,6 +172,34 @@ class Scaled(nn.Module):
         return out
 
 
+class Gathered(nn.Module):
+    """Sends over all ranks; which of what came it reads depends on the rank."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        mean = self.linear(x).mean((0, 1))
+        means = [torch.zeros_like(mean) for _ in range(dist.get_world_size())]
+        dist.all_gather(means, mean)
+        means[dist.get_rank()] = mean
+        return x * torch.stack(means).mean(0)
+
+
+class Reduced(nn.Module):
+    """Sends over all ranks, in place of what backward needs."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        weights = self.linear(x).mean((0, 1)).exp()
+        dist.all_reduce(weights)
+        return x * weights / dist.get_world_size()
+
+
 class Nested(nn.Module):
     def __init__(self, dim: int, layer: Layer) -> None:
         super().__init__()
@@ -186,7 +214,7 @@ class Nested(nn.Module):
 PLAIN: dict[str, Any] = {
     "mlp": Mlp, "attention": Attention, "conv": Conv, "norm": Norm, "low_rank": LowRank, "embedding": Embedding,
     "lstm": Lstm, "batch_norm": BatchNorm, "buffer": Buffer, "cross": Cross, "experts": Experts, "list": Listed,
-    "scaled": Scaled,
+    "scaled": Scaled, "gathered": Gathered, "reduced": Reduced,
 }  # fmt: skip
 
 
