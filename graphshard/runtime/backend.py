@@ -41,6 +41,7 @@ from graphshard.lowering.twins import with_arguments, without_twins
 from graphshard.runtime import region
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.selective import recomputing_all
+from graphshard.runtime.symbolic import SymbolicTraceFailed, naming_symbolic_failures
 from graphshard.runtime.uncompiled import as_it_is, gathering_one_by_one, is_one_call
 from graphshard.state.model_context import ModelContext
 from graphshard.state.shards import Shard
@@ -147,16 +148,23 @@ def make_backend(
             captured.traced_once(bodies)
             return compile_region(gm, inputs, captured.compile, partitioner)
 
-        compiled = with_room(
-            compile_traced_once,
-            gm,
-            lambda part, values: trace_apart(part, values, compile_region),
-            compile_it,
-            runtime.context.report,
-            title,
-            {names[place]: shard.ref() for place, shard in positions.items()},
-            runtime.context.strict,
-        )
+        try:
+            with naming_symbolic_failures(inputs):
+                compiled = with_room(
+                    compile_traced_once,
+                    gm,
+                    lambda part, values: trace_apart(part, values, compile_region),
+                    compile_it,
+                    report,
+                    title,
+                    {names[place]: shard.ref() for place, shard in positions.items()},
+                    runtime.context.strict,
+                )
+        except SymbolicTraceFailed as error:
+            if fullgraph or is_entry_point(traced_code()):  # which is captured once more
+                raise
+            report.say_once(f"{title}: {error}: this part of forward runs as it is; want dynamic=False")
+            leave_frame(str(error))
 
         def run(*args: Any) -> Any:
             if is_selective():

@@ -26,6 +26,7 @@ from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
 from graphshard.reporting.report import Report
+from graphshard.runtime.symbolic import SymbolicTraceFailed
 from graphshard.state.holdings import Holdings
 
 
@@ -127,8 +128,10 @@ class EntryPoints:
                     if self._forward.regions_run != runs:
                         raise
                 except BackendCompilerFailed as error:
-                    fails = isinstance(error.inner_exception, RecursionError) and self._options.dynamic is None
-                    if not fails or not self._make_static(module, kind, method) or self._forward.regions_run != runs:
+                    failed = error.inner_exception
+                    if not isinstance(failed, SymbolicTraceFailed) or self._forward.regions_run != runs:
+                        raise
+                    if self._options.dynamic is not None or not self._make_static(module, kind, method, failed):
                         raise
                 return with_room(self._functions[kind, method], module, args, kwargs)
         except BackendCompilerFailed as error:
@@ -136,16 +139,16 @@ class EntryPoints:
                 raise error.inner_exception from None
             raise
 
-    def _make_static(self, module: nn.Module, kind: object, method: marked_classes.Method | None) -> bool:
-        """From now on captures each size by itself; returns False if that was so already."""
+    def _make_static(
+        self, module: nn.Module, kind: object, method: marked_classes.Method | None, failed: SymbolicTraceFailed
+    ) -> bool:
+        """From now on captures each size and number by itself; returns False if that was so already."""
         if (kind, method) in self._static:
             return False
         self._static.add((kind, method))
         self._functions[kind, method] = self._compiled(module, method, dynamic=False)
         self._report.note_once(
-            f"{type(module).__name__.removeprefix('FSDP')}: torch {torch.__version__} fails to trace it with symbolic "
-            "sizes (RecursionError), as with DTensors of tensor parallelism: each size is captured by itself, as with "
-            "dynamic=False"
+            f"{type(module).__name__.removeprefix('FSDP')}: {failed}: each is captured by itself, as with dynamic=False"
         )
         return True
 

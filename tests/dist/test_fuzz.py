@@ -40,6 +40,10 @@ FOUND = {
         regions="unit",
         moves=("train", "other_rows", "train"),
     ),
+    "torch fails to trace a number that is another in each call": Case((Layer("counter"),), microbatches=3),
+    "torch fails to trace such a number behind a graph break": Case(
+        (Layer("mlp", breaks="all"), Layer("counter", breaks="all")), microbatches=3
+    ),
 }
 
 

@@ -18,11 +18,14 @@ MANY, FEW = 64, 8
 # Of layers (see `layers.py`), and how often they are drawn.
 KINDS = {
     "mlp": 5, "attention": 3, "conv": 1, "norm": 2, "low_rank": 1, "embedding": 1, "lstm": 1, "batch_norm": 1,
-    "buffer": 1, "cross": 2, "experts": 1, "list": 1, "scaled": 1,
-    "gathered": 1, "reduced": 1,
+    "buffer": 1, "cross": 2, "experts": 1, "list": 1, "scaled": 1, "gathered": 1, "reduced": 1, "branch": 1,
+    "counter": 1, "kept": 1, "noisy": 1, "hooked": 1, "in_place": 1, "custom": 1,
 }  # fmt: skip
 # Of what is done, each by a method of `play._Job`.
-MOVES = {"train": 10, "evaluate": 3, "eager": 1, "unshard": 1, "freeze": 1, "mode": 1, "load": 1, "other_rows": 2}
+MOVES = {
+    "train": 10, "evaluate": 3, "eager": 1, "unshard": 1, "freeze": 1, "mode": 1, "load": 1, "other_rows": 2, "drop": 1,
+    "clip": 1, "infer": 1, "twice": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,11 @@ def _sensible(case: Case) -> Case:
 
 
 # Kinds of layers that read parameters outside any graph, that write buffers, and that use what they get several times.
-READ_OUTSIDE, WRITE, USE_OFTEN = ("lstm",), ("buffer", "batch_norm"), ("low_rank", "experts", "list", "scaled")
+READ_OUTSIDE, WRITE, USE_OFTEN = (
+    ("lstm", "branch"),
+    ("buffer", "batch_norm", "counter", "kept"),
+    ("low_rank", "experts", "list", "scaled"),
+)
 
 
 def _of_parts(layer: Layer) -> Layer:

@@ -200,6 +200,111 @@ class Reduced(nn.Module):
         return x * weights / dist.get_world_size()
 
 
+class Branch(nn.Module):
+    """Which way it goes depends on its data: each rank its own."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out.sin() if out.detach().sum() > 0 else out.tanh() * 0.5
+
+
+class Counter(nn.Module):
+    """Counts its calls, in Python, and reads the number."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(dim, dim), 0
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.linear(x) * (1.0 + 0.1 * (self.calls % 3))
+        return out
+
+
+class Kept(nn.Module):
+    """Keeps a tensor from one call to the next."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        if self.kept is not None:
+            out = out + self.kept
+        self.kept = out.detach().mean((0, 1))
+        return out
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        return x * self.scale + 0.1 * torch.randn_like(x) if self.training else x * self.scale
+
+
+class Hooked(nn.Module):
+    """Hooks of modules change what goes in and comes out."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.linear.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.linear.register_forward_hook(lambda module, args, out: out + args[0])
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+class InPlace(nn.Module):
+    """Writes activations in place, through views."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        out[..., 0].mul_(2.0)
+        out[:, 1:].add_(x[:, :-1])
+        return out.masked_fill_(tokens.eq(0).unsqueeze(-1), 0.1)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; its gradient passes, scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return (x * scale).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0] / 4, None
+
+
+class Custom(nn.Module):
+    """A formula of its own for its gradient."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, memory: Tensor) -> Tensor:
+        out: Tensor = Rounded.apply(self.linear(x), self.linear.bias.detach().abs().mean() + 4.0)
+        return out
+
+
 class Nested(nn.Module):
     def __init__(self, dim: int, layer: Layer) -> None:
         super().__init__()
@@ -214,7 +319,8 @@ class Nested(nn.Module):
 PLAIN: dict[str, Any] = {
     "mlp": Mlp, "attention": Attention, "conv": Conv, "norm": Norm, "low_rank": LowRank, "embedding": Embedding,
     "lstm": Lstm, "batch_norm": BatchNorm, "buffer": Buffer, "cross": Cross, "experts": Experts, "list": Listed,
-    "scaled": Scaled, "gathered": Gathered, "reduced": Reduced,
+    "scaled": Scaled, "gathered": Gathered, "reduced": Reduced, "branch": Branch, "counter": Counter, "kept": Kept,
+    "noisy": Noisy, "hooked": Hooked, "in_place": InPlace, "custom": Custom,
 }  # fmt: skip
 
 

@@ -84,6 +84,35 @@ class _Job:
         with torch.no_grad():
             self.run.note("evaluated", self.model(self.tokens()))
 
+    def drop(self) -> None:
+        """A forward without its backward."""
+        torch.manual_seed(self.batches)
+        self.run.note("dropped", self.model(self.tokens()).detach())
+
+    def clip(self) -> None:
+        torch.manual_seed(self.batches)
+        loss = self.model(self.tokens())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.run.note("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.run.observe(loss, self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def infer(self) -> None:
+        torch.manual_seed(self.batches)
+        with torch.inference_mode():
+            self.run.note("inferred", self.model(self.tokens()).clone())
+
+    def twice(self) -> None:
+        """Two forwards, one backward."""
+        torch.manual_seed(self.batches)
+        loss = self.model(self.tokens()) + self.model(self.tokens())
+        loss.backward()
+        self.run.observe(loss, self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def eager(self) -> None:
         self.model.reshard()  # as a switch does: what was frozen while it was gathered is so no longer
         with nullcontext() if self.run.is_reference else graphshard.eager(self.model):

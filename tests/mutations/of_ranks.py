@@ -64,9 +64,16 @@ OF_RANKS = (
     Mutation(
         "sizes that torch cannot trace as symbols end the job",
         "graphshard/runtime/entry_points.py",
-        "fails = isinstance(error.inner_exception, RecursionError) and self._options.dynamic is None",
-        "fails = False",
+        "if self._options.dynamic is not None or not self._make_static(module, kind, method, failed):",
+        "if True:",
         ("tests/dist/test_tensor_parallel.py", "-k", "several_lengths"),
+    ),
+    Mutation(
+        "numbers that torch cannot trace as symbols behind a graph break end the job",
+        "graphshard/runtime/backend.py",
+        "if fullgraph or is_entry_point(traced_code()):",
+        "if True:",
+        ("tests/dist/test_fuzz.py", "-k", "such and number"),
     ),
     Mutation(
         "a contract's steps are taken whatever stands between them",
