@@ -205,12 +205,15 @@ def _sensible(case: Case) -> Case:
         layers = tuple(_without(layer, "cross") for layer in layers)
     layers = (replace(layers[0], again=False), *layers[1:])
     moves = case.moves
+    if "twice" in moves:  # what a forward reads several times
+        layers = tuple(replace(_without(layer, "scaled"), again=False) for layer in layers)
     ranks_differ = any(layer.breaks == "one" for layer in _walk(layers)) or (behind_limit and "other_rows" in moves)
     if ranks_differ:  # nothing is frozen where parts of a call come to differ, nor does the model itself send
         moves = tuple(move for move in moves if move != "freeze")
         layers = tuple(_without(_without(layer, "gathered"), "reduced") for layer in layers)
     budget_mib = case.budget_mib if has_budget else 0
-    return replace(case, layers=layers, tied=case.tied and one_graph, budget_mib=budget_mib, moves=moves)
+    tied = case.tied and one_graph and "twice" not in moves
+    return replace(case, layers=layers, tied=tied, budget_mib=budget_mib, moves=moves)
 
 
 # Kinds of layers that read parameters outside any graph, that write buffers, and that use what they get several times.
