@@ -6,37 +6,37 @@ strides of a whole graph, and compiles backward for these; what follows on a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+Strides: TypeAlias = tuple[int | torch.SymInt, ...]
+
 
 class StridesUnknown(Exception):
-    """Inductor changes strides of a result that depend on sizes that are not known."""
+    """Inductor changes strides of a result that depend on sizes that the arguments do not tell."""
 
 
-def other_strides(given: Sequence[Sequence[object] | None], values: Sequence[object]) -> dict[int, tuple[int, ...]]:
+def other_strides(given: Sequence[Sequence[object] | None], values: Sequence[object]) -> dict[int, Strides]:
     """By the number of the result, strides in the graph of those that Inductor gives others.
 
     Args:
         given: Inductor's strides, as texts; None: of no tensor.
         values: fake results of the graph.
-
-    Raises:
-        StridesUnknown: one of them is symbolic.
     """
-    found = {}
+    found: dict[int, Strides] = {}
     for number, (strides, value) in enumerate(zip(given, values, strict=True)):
-        if strides is None or not isinstance(value, Tensor):
-            continue
-        wanted = tuple(value.stride())
-        if any(size != 1 and str(a) != str(b) for size, a, b in zip(value.shape, strides, wanted, strict=True)):
-            if not all(isinstance(stride, int) for stride in wanted):
-                raise StridesUnknown
-            found[number] = wanted
+        if strides is not None and isinstance(value, Tensor) and differ(value, strides):
+            found[number] = tuple(value.stride())
     return found
+
+
+def differ(value: Tensor, strides: Sequence[object]) -> bool:
+    """Whether a fake tensor has others, where that matters."""
+    return any(size != 1 and str(a) != str(b) for size, a, b in zip(value.shape, strides, value.stride(), strict=True))
 
 
 class InStrides:
@@ -45,17 +45,40 @@ class InStrides:
     Args:
         code: takes its arguments as one list.
         strides: by the number of the result.
+        inputs: fake values of the arguments.
+
+    Raises:
+        StridesUnknown: a stride depends on a symbol that is none of `inputs`.
     """
 
-    def __init__(self, code: Callable[[list[Any]], Any], strides: dict[int, tuple[int, ...]]) -> None:
-        self._code, self._strides = code, strides
+    def __init__(
+        self, code: Callable[[list[Any]], Any], strides: Mapping[int, Strides], inputs: Sequence[object] = ()
+    ) -> None:
+        self._code = code
+        self._strides = {number: tuple(map(_expression, its)) for number, its in strides.items()}
+        symbols = {value.node.expr: place for place, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
+        used = {symbol for its in self._strides.values() for stride in its for symbol in stride.free_symbols}
+        if not used <= symbols.keys():
+            raise StridesUnknown
+        self._places = {symbol: symbols[symbol] for symbol in used}
+        self._known: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         self.source_code = getattr(code, "source_code", None)
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        sizes = tuple(args[place] for place in self._places.values())
+        if (strides := self._known.get(sizes)) is None:
+            numbers = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
+            strides = self._known[sizes] = {
+                number: tuple(int(stride.xreplace(numbers)) for stride in its) for number, its in self._strides.items()
+            }
         results = list(self._code(args))
-        for number, strides in self._strides.items():
-            results[number] = _in_strides(results[number], strides)
+        for number, its in strides.items():
+            results[number] = _in_strides(results[number], its)
         return results
+
+
+def _expression(stride: int | torch.SymInt) -> sympy.Expr:
+    return stride.node.expr if isinstance(stride, torch.SymInt) else sympy.Integer(stride)
 
 
 def _in_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -136,7 +136,7 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
         kwargs: of the whole program.
 
     Raises:
-        StridesUnknown: these depend on sizes that are not known.
+        StridesUnknown: these depend on sizes that no argument tells.
     """
     output = next(iter(gm.graph.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -146,7 +146,7 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     values = [node.meta.get("val") if isinstance(node, Node) else None for node in output.args[0]]
     given: Sequence[Any] = getattr(code, "output_strides", [None] * len(values))  # none: the graph calls nothing
     others = other_strides(given, values)
-    return InStrides(code, others) if others else code
+    return InStrides(code, others, inputs) if others else code
 
 
 def with_whole_libraries(compiled: Callable[[], Any]) -> Any:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from graphshard import env
-from graphshard.compat.body_strides import StridesUnknown
+from graphshard.compat.body_strides import StridesUnknown, differ
 from graphshard.compat.cache import is_first_to_ask
 from graphshard.compat.inductor import compile_body, compile_graph_inductor, generated_code
 from graphshard.graph.stretches import Stretch, cut, undivided
@@ -43,7 +44,7 @@ class Bodies:
         """
         if env.is_disabled("outline_blocks"):
             return compile_graph_inductor(gm, inputs, kwargs)
-        if why := undivided(gm.graph):
+        if why := undivided(gm.graph) or _in_other_strides(gm, inputs):
             say(f"{_WHOLE}: {why}")
             return compile_graph_inductor(gm, inputs, kwargs)
         steps = cut(gm.graph)
@@ -64,6 +65,14 @@ class Bodies:
     def _key(self, stretch: Stretch, kwargs: dict[str, Any]) -> Key:
         # Symbols have their meaning in one capture only.
         return *stretch.key(), stretch.shapes, kwargs.get("is_backward")
+
+
+def _in_other_strides(gm: GraphModule, inputs: Sequence[Any]) -> str:
+    """Which argument of a program has other strides than in its graph, as of a forward that was compiled as a whole."""
+    for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False):
+        if isinstance(value := node.meta.get("val"), Tensor) and differ(value, given.stride()):
+            return f"Inductor has changed the strides of {node.name}"
+    return ""
 
 
 def _in_turn(missing: Mapping[Key, Stretch]) -> Iterator[Key]:

@@ -107,7 +107,7 @@ class Engine:
         self._knows_units = True
         self._sizes: list[int] = []  # of what these modules have: a method may have been registered
         backend = make_backend(self._runtime, options.backend, options.fullgraph)
-        self._entries = EntryPoints(model, options, backend, self.twins, self.holdings, context.report)
+        self._entries = EntryPoints(model, options, backend, self._runtime)
         for position, unit in enumerate(self.units):
             unit.key, unit.position = f"{context.name}:{unit.name}", position
             user_comms.register(unit.key, unit)

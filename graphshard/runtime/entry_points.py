@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.entry_code import entry_point
 from graphshard.capture.marking import hook_keys, shared_code_key
-from graphshard.capture.twins import Twins
 from graphshard.compat.dynamo import BackendCompilerFailed, capture_settings
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
@@ -25,9 +24,8 @@ from graphshard.errors import RanksDiffer, TwinsMoved, UnsupportedModel
 from graphshard.faults import note_compiles
 from graphshard.plan_file import PlanMismatch
 from graphshard.planner import BudgetTooSmall
-from graphshard.reporting.report import Report
-from graphshard.runtime.symbolic import SymbolicTraceFailed
-from graphshard.state.holdings import Holdings
+from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.runtime.symbolic import SizesDiffer, SymbolicTraceFailed
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class EntryPoints:
         model: with marked classes.
         options: how to compile it.
         backend: for Dynamo.
-        twins: blocks of the model that may be alike.
-        holdings: of the model.
-        report: likewise.
+        runtime: of the model.
     """
 
     def __init__(
@@ -59,15 +55,14 @@ class EntryPoints:
         model: nn.Module,
         options: Options,
         backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
-        twins: Twins,
-        holdings: Holdings,
-        report: Report,
+        runtime: ModelRuntime,
     ) -> None:
-        self._report = report
+        self._report = runtime.context.report
         self._static: set[object] = set()
-        self._twins = twins
-        self._holdings, self._forward = holdings, holdings.forward
-        self._options = options
+        self._twins = runtime.twins
+        self._holdings, self._forward = runtime.holdings, runtime.holdings.forward
+        self._options, self._dynamic = options, options.dynamic
+        runtime.capture_each_size = self.capture_each_size
         self._backend = backend
         self._model = model
         self._modules: list[nn.Module] = []
@@ -127,13 +122,17 @@ class EntryPoints:
                 except TwinsMoved:
                     if self._forward.regions_run != runs:
                         raise
+                except SizesDiffer as differ:
+                    if self._forward.regions_run != runs:
+                        raise
+                    self.capture_each_size(str(differ))
                 except BackendCompilerFailed as error:
                     failed = error.inner_exception
                     if not isinstance(failed, SymbolicTraceFailed) or self._forward.regions_run != runs:
                         raise
-                    if self._options.dynamic is not None or not self._make_static(module, kind, method, failed):
+                    if self._dynamic is not None or not self._make_static(module, kind, method, failed):
                         raise
-                return with_room(self._functions[kind, method], module, args, kwargs)
+                return self._function(module, kind, method)(module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):
                 raise error.inner_exception from None
@@ -152,10 +151,19 @@ class EntryPoints:
         )
         return True
 
+    def capture_each_size(self, why: str) -> None:
+        """The same of all, from the next call on, and of what Dynamo has captured so far: it keeps apart what it
+        captures with another `dynamic`.
+        """
+        if self._dynamic is not False:
+            self._dynamic = False
+            self._functions.clear()
+            self._report.note_once(f"{why}: from now on each size is captured by itself, as with dynamic=False")
+
     def _function(self, module: nn.Module, kind: object, method: marked_classes.Method | None) -> Callable[..., Any]:
         if (function := self._functions.get((kind, method))) is not None:
             return function
-        function = self._functions[kind, method] = self._compiled(module, method, self._options.dynamic)
+        function = self._functions[kind, method] = self._compiled(module, method, self._dynamic)
         return partial(with_room, function)
 
     def _compiled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphshard.capture.twins import Twins
@@ -25,6 +26,7 @@ class ModelRuntime:
         backward: that runs.
         outside: reads of parameters outside any program.
         twins: its blocks that are alike.
+        capture_each_size: has each size captured by itself from the next call on; is told why.
     """
 
     context: ModelContext
@@ -34,3 +36,4 @@ class ModelRuntime:
     backward: RunningBackward
     outside: OutsideReads
     twins: Twins
+    capture_each_size: Callable[[str], None] = lambda why: None

@@ -27,6 +27,7 @@ from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.runtime.program_runner import ProgramRunner
 from graphshard.runtime.program_selection import ProgramSelection
 from graphshard.runtime.region_lowering import RegionLowering
+from graphshard.runtime.symbolic import SizesDiffer
 from graphshard.state.binding import Binding
 from graphshard.state.call_state import forward_states
 from graphshard.state.calls import BackwardRequest, Calls
@@ -72,6 +73,7 @@ class Region:
         self._slot_named: dict[str, int] = {}
         self._lowering = RegionLowering(runtime, number, positions, bodies)
         self._runner = ProgramRunner(self._lowering)
+        self._lowering.guards.is_late = broken
         self._selection = ProgramSelection(self._lowering, broken)
         self.parts = PartPrograms(self._runner, self._lowering)
         self.calls = Calls(runtime.holdings.calls, runtime.holdings.split.units, number)
@@ -97,6 +99,7 @@ class Region:
             self._selection.backward_graph = graph
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(partial(self._run_backward, graph))
+        self._lowering.guards.bind(inputs)
         if direction == "forward":
             keep_what_forward_saves()
             self._slot_named = {name: slot for slot, (name, _) in enumerate(graph.slots)}
@@ -151,6 +154,8 @@ class Region:
     # -- run time
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
+        if failed := self._lowering.guards.failed(args):
+            raise SizesDiffer(f"{failed}, and a call has others")
         runtime, binding = self._lowering.runtime, self._runner.bind(graph, args)
         holdings, follower = runtime.holdings, runtime.follower
         forward = holdings.forward

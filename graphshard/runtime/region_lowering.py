@@ -18,6 +18,7 @@ from graphshard.compat.dispatch import without_alias_check
 from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import argument_position, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
+from graphshard.compat.late_guards import LateGuards
 from graphshard.compat.results import hide_results
 from graphshard.compat.structured_trace import TracedCompile
 from graphshard.errors import ModelDeleted, UnsupportedModel, VerifyError
@@ -73,16 +74,12 @@ class RegionLowering:
         structure: of the forward that it was captured in.
         is_whole: whether that was all of what the user called.
         leader: the rank that decides its contracts; None: the lowest.
+        guards: what its late programs take for granted.
     """
 
-    def __init__(
-        self,
-        runtime: ModelRuntime,
-        number: int,
-        positions: dict[int, Shard],
-        bodies: Bodies | None,
-    ) -> None:
+    def __init__(self, runtime: ModelRuntime, number: int, positions: dict[int, Shard], bodies: Bodies | None) -> None:
         self._runtime = weakref.ref(runtime)
+        self.guards = LateGuards(lambda said: self.runtime.capture_each_size(said))
         self.number = number
         self._positions = {position: weakref.ref(shard) for position, shard in positions.items()}
         self._bodies = bodies
@@ -229,7 +226,8 @@ class RegionLowering:
         """
         context, flags = self.runtime.context, convention.flags
         what = f"the {graph.direction} of region {self.number}"
-        with compiling(context.name, what), self._traced.resumed():
+        guarded = self.guards.noticed(graph.state.fake_mode if late and graph.state is not None else None)
+        with compiling(context.name, what), self._traced.resumed(), guarded:
             params = {name: shard.ref() for (name, _), shard in zip(graph.slots, binding.shards, strict=True)}
             params |= {REJOINED + name: post_forward_ref(params[name]) for name in flags.rejoined}
             fuses = fuses_on(binding.device, context.report.say_once)

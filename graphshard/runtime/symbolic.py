@@ -16,6 +16,10 @@ class SymbolicTraceFailed(RuntimeError):
     """Torch has failed to trace a graph with symbolic sizes or numbers; says how."""
 
 
+class SizesDiffer(RuntimeError):
+    """Programs of a capture take something for granted of sizes that does not hold of a call; says what."""
+
+
 @contextmanager
 def naming_symbolic_failures(inputs: Sequence[Any]) -> Iterator[None]:
     """Around a trace of a graph with such inputs.

@@ -19,7 +19,6 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
-from graphshard.compat.body_strides import InStrides, StridesUnknown, other_strides
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
 from graphshard.compat.dynamo import inline_only, tell_of_compiles
 from graphshard.compat.dynamo_frames import frames_seen_by, guards_of
@@ -254,38 +253,6 @@ def test_backward_overwrites_nothing_that_forward_saves() -> None:
     (result,) = run([x])
     assert torch.equal(x, torch.zeros(64))
     torch.testing.assert_close(result, torch.full((64,), new))
-
-
-def test_body_gives_the_strides_of_its_graph() -> None:
-    new = random.random()  # nothing in Inductor's cache
-
-    def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = x.permute(0, 2, 1).sin() * new
-        return y[:, :, :64], torch.bmm(y, weight)  # which has y in another order: of its slice a copy is made
-
-    gm = make_fx(body, tracing_mode="fake")(torch.ones(2, 80, 12), torch.ones(2, 80, 5))
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    with tracing(TracingContext(values[0].fake_mode)):
-        run = compile_body(gm, values, {"is_backward": False})
-    x, weight = torch.rand(2, 80, 12), torch.rand(2, 80, 5)
-    for got, want in zip(run([x, weight]), body(x, weight), strict=True):
-        assert got.stride() == want.stride()
-        torch.testing.assert_close(got, want)
-
-
-def test_expanded_result_is_expanded_again() -> None:
-    want = torch.rand(4, 1).expand(4, 5)
-    (got,) = InStrides(lambda args: [args.pop().contiguous()], {0: want.stride()})([want])
-    assert got.stride() == want.stride()
-    assert torch.equal(got, want)
-
-
-def test_strides_that_depend_on_sizes_are_no_bodys() -> None:
-    gm = make_fx(lambda x: (x.sin()[:, :3],), tracing_mode="symbolic")(torch.ones(4, 8))
-    value = next(iter(gm.graph.find_nodes(op="output"))).args[0][0].meta["val"]
-    assert other_strides([(str(value.stride()[0]), "1")], [value]) == {}
-    with pytest.raises(StridesUnknown):
-        other_strides([("3", "1")], [value])
 
 
 def test_generated_code_is_text_or_none() -> None:

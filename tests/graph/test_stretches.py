@@ -196,6 +196,14 @@ def test_program_with_strides_that_depend_on_sizes_is_compiled_whole_and_said() 
     assert ["strides that depend on dynamic sizes" in line for line in said] == [True]
 
 
+def test_program_whose_arguments_come_in_other_strides_is_compiled_whole_and_said() -> None:
+    gm, said = traced("fake"), list[str]()
+    with mock.patch("graphshard.lowering.bodies.compile_graph_inductor") as whole:
+        run = Bodies().compile_program(gm, (torch.ones(6, 6).t(),), {}, said.append)
+    assert run is whole.return_value
+    assert ["has changed the strides of x_1" in line for line in said] == [True]
+
+
 def sharing_a_constant(x: Tensor, weights: list[Tensor]) -> Tensor:
     """As after equal constants were made one."""
     zeros = torch.full((4, 6), 0.5)

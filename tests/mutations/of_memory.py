@@ -121,4 +121,25 @@ OF_MEMORY = (
         "if False:",
         ("tests/graph/test_within_budget.py", "-k", "without_a_budget"),
     ),
+    Mutation(
+        "what a late program takes for granted of sizes is not looked at",
+        "graphshard/runtime/region.py",
+        "if failed := self._lowering.guards.failed(args):",
+        'if failed := "":',
+        ("tests/dist/test_sizes.py", "-k", "Convolution"),
+    ),
+    Mutation(
+        "sizes differ, and the call is not made again",
+        "graphshard/runtime/entry_points.py",
+        "                    self.capture_each_size(str(differ))\n",
+        "                    raise\n",
+        ("tests/dist/test_sizes.py", "-k", "Convolution"),
+    ),
+    Mutation(
+        "a program keeps the strides that Inductor has changed",
+        "graphshard/lowering/bodies.py",
+        "undivided(gm.graph) or _in_other_strides(gm, inputs)",
+        "undivided(gm.graph)",
+        ("tests/graph/test_stretches.py", "-k", "other_strides"),
+    ),
 )

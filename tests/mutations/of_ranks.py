@@ -64,7 +64,7 @@ OF_RANKS = (
     Mutation(
         "sizes that torch cannot trace as symbols end the job",
         "graphshard/runtime/entry_points.py",
-        "if self._options.dynamic is not None or not self._make_static(module, kind, method, failed):",
+        "if self._dynamic is not None or not self._make_static(module, kind, method, failed):",
         "if True:",
         ("tests/dist/test_tensor_parallel.py", "-k", "several_lengths"),
     ),

@@ -30,8 +30,8 @@ OF_TOOLS = (
     Mutation(
         "a program that is lowered late is in no compilation of a trace",
         "graphshard/runtime/region_lowering.py",
-        "with compiling(context.name, what), self._traced.resumed():",
-        "with compiling(context.name, what):",
+        "with compiling(context.name, what), self._traced.resumed(), guarded:",
+        "with compiling(context.name, what), guarded:",
         ("tests/graph/test_artifacts.py", "-k", "artifacts_of_their_compilation"),
     ),
     Mutation(

@@ -1,0 +1,57 @@
+"""Programs that Inductor compiles late, behind Dynamo's guards: for sizes as symbols, or each for its own."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from test_outlining import INDUCTOR
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.testing import TrainingRun, training_test
+
+DIM = 8
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, DIM), nn.Conv1d(DIM, DIM, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.norm(x)).relu()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.transpose(1, 2)).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(attended).transpose(1, 2)
+
+
+def several_lengths(run: TrainingRun, block: type[nn.Module]) -> str:
+    """Trains with others in each step, and on each rank; returns the report."""
+    model = run.shard(nn.Sequential(nn.Conv1d(3, DIM, 1), block(), block()))
+
+    def loss(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
+        inputs = torch.randn(2, 3, 12 + 3 * index + run.rank, generator=models.generator(index, run.rank))
+        out: Tensor = model(inputs)
+        return out.square().mean()
+
+    run.train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, steps=4)
+    return "" if run.is_reference else str(graphshard.report(model))
+
+
+@pytest.mark.parametrize("block", [Convolution, Attention])
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_each_size_is_captured_by_itself_where_a_program_is_for_one_alone(
+    run: TrainingRun, block: type[nn.Module]
+) -> None:
+    said = several_lengths(run, block)
+    if not run.is_reference:
+        assert ("a program is compiled for sizes with" in said) == (block is Convolution)
