@@ -196,7 +196,7 @@ def _sensible(case: Case) -> Case:
         layers = tuple(_without(layer, "batch_norm") for layer in layers)
     if in_parts or behind_limit:  # an activation that a region uses twice, and what is around it once more
         around = behind_limit or (case.regions == "unit" and case.units not in ("layers", "inner"))
-        layers = tuple(_used_once(layer, around) for layer in layers)
+        layers = tuple(_used_once(_without(layer, "counter"), around) for layer in layers)  # a part may run as it is
     if case.microbatches > 1 and case.sync == "last" and case.units != "root":  # FSDP2 reduces what is held alone
         layers = tuple(replace(layer, again=False) for layer in layers)
     one_graph = not in_parts and not any(layer.breaks for layer in found)
