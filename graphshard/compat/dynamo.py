@@ -16,6 +16,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import SkipFrame
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import ConstantSource, RandomValueSource
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graphshard.compat.dynamo import TorchDynamoException
+
 _OURS = str(Path(__file__).parent.parent)
 
 
@@ -29,6 +31,8 @@ def naming_symbolic_failures(inputs: Sequence[Any]) -> Iterator[None]:
     """
     try:
         yield
+    except TorchDynamoException:  # to Dynamo, which may trace once more
+        raise
     except Exception as error:
         if not any(map(_is_symbolic, inputs)) or not _is_of_torch(error):
             raise
