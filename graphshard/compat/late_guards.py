@@ -26,17 +26,13 @@ class LateGuards:
     def __init__(self, fixes: Callable[[str], None]) -> None:
         self._fixes = fixes
         self.is_late = False
-        self._places: dict[sympy.Symbol, tuple[int, int]] = {}
+        self._forward, self._backward = _Places(), _Places()
         self._guards: list[Any] = []
-        self._known: dict[tuple[int, ...], str] = {}
 
-    def bind(self, inputs: Sequence[Any]) -> None:
-        """Is told of the fake arguments of a forward: of symbols, and of sizes that are symbols."""
-        for place, value in enumerate(inputs):
-            sizes = enumerate(value.shape) if isinstance(value, Tensor) else ((-1, value),)
-            for dim, size in sizes:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    self._places.setdefault(size.node.expr, (place, dim))
+    def bind(self, inputs: Sequence[Any], backward: bool = False) -> None:
+        """Is told of the fake arguments of a forward, or of its backward."""
+        places = self._backward if backward else self._forward
+        places.bind(inputs)
 
     @contextmanager
     def noticed(self, fake_mode: Any) -> Iterator[None]:
@@ -49,21 +45,40 @@ class LateGuards:
                 self._add(guard.expr)
 
     def _add(self, guard: Any) -> None:
-        if self.is_late or not guard.free_symbols <= self._places.keys():
+        self._guards.append(guard)
+        if self.is_late or not guard.free_symbols <= self._forward.of.keys():
             self._fixes(_said(guard))
-        else:
-            self._guards.append(guard)
-            self._known.clear()
 
-    def failed(self, args: Sequence[Any]) -> str:
-        """One that does not hold of a forward with such arguments, in words; ``""``: all do."""
-        if not self._guards:
-            return ""
-        found = tuple(args[place] if dim < 0 else args[place].shape[dim] for place, dim in self._places.values())
-        if (text := self._known.get(found)) is None:
-            numbers = dict(zip(self._places, map(sympy.Integer, found), strict=True))
-            failing = (guard for guard in self._guards if guard.xreplace(numbers) is not sympy.true)
-            text = self._known[found] = next(map(_said, failing), "")
+    def failed(self, args: Sequence[Any], backward: bool = False) -> str:
+        """One that does not hold of a call with such arguments, in words; ``""``: all do, as far as these tell."""
+        places = self._backward if backward else self._forward
+        return places.failed(self._guards, args) if self._guards else ""
+
+
+class _Places:
+    """Where arguments tell symbols.
+
+    Attributes:
+        of: by symbol, the place of an argument, and a dim of it; -1: it is the argument.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[sympy.Symbol, tuple[int, int]] = {}
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def bind(self, inputs: Sequence[Any]) -> None:
+        for place, value in enumerate(inputs):
+            sizes = enumerate(value.shape) if isinstance(value, Tensor) else ((-1, value),)
+            for dim, size in sizes:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self.of.setdefault(size.node.expr, (place, dim))
+
+    def failed(self, guards: Sequence[Any], args: Sequence[Any]) -> str:
+        sizes = (len(guards), *(args[place] if dim < 0 else args[place].shape[dim] for place, dim in self.of.values()))
+        if (text := self._known.get(sizes)) is None:
+            numbers = dict(zip(self.of, map(sympy.Integer, sizes[1:]), strict=True))
+            failing = (guard for guard in guards if guard.xreplace(numbers) is sympy.false)
+            text = self._known[sizes] = next(map(_said, failing), "")
         return text
 
 

@@ -97,6 +97,7 @@ class Region:
             shards = self._lowering.binding(graph).shards
             runtime.follower.learn_backward(self._lowering.structure, (shards[slot].fqn for slot in graph.gathered))
             self._selection.backward_graph = graph
+            self._lowering.guards.bind(inputs, backward=True)
             # Lowered when it first runs: only then it is known what the flags ask for.
             return boxed(partial(self._run_backward, graph))
         self._lowering.guards.bind(inputs)
@@ -234,6 +235,10 @@ class Region:
             reached = undefined if dead else frozenset()
             return self.parts.backward(graph, binding, args, followed, asked, dead, reached)
         selected = self._selection.before_backward(graph, binding, asked, dead, undefined)
+        if graph.direction == "backward" and not graph.part and (failed := self._lowering.guards.failed(args, True)):
+            raise SizesDiffer(
+                f"{failed}, and this backward has others, as of one of several forwards; want dynamic=False"
+            )
         results = self._runner.run(selected.program, binding, args)
         self._selection.behind_backward(selected)
         return results

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import models
 import pytest
 import torch
 from test_outlining import INDUCTOR
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.testing import TrainingRun, training_test
+from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 DIM = 8
 
@@ -55,3 +58,17 @@ def test_each_size_is_captured_by_itself_where_a_program_is_for_one_alone(
     said = several_lengths(run, block)
     if not run.is_reference:
         assert ("a program is compiled for sizes with" in said) == (block is Convolution)
+
+
+def forward_of_another_size_first() -> None:
+    layers = (nn.Conv1d(DIM, DIM, 3, padding=1) for _ in range(2))
+    model = graphshard.compile(nn.Sequential(*layers), init_device_mesh("cpu", (2,)))
+    refused = pytest.raises(RuntimeError, match=r"this backward has others, .* want dynamic=False")
+    for lengths in ((12,), (15, 18)):
+        loss = torch.stack([model(torch.randn(2, DIM, length)).square().mean() for length in lengths]).sum()
+        with refused if len(lengths) > 1 else nullcontext():
+            loss.backward()
+
+
+def test_backward_of_another_size_than_the_first_is_refused_by_name(two_ranks: WorkerPool) -> None:
+    two_ranks.run(forward_of_another_size_first)
