@@ -15,12 +15,14 @@ import graphshard
 from graphshard.testing import TrainingRun, WorkerPool, training_test
 
 DIM = 8
+# Inductor of torch 2.11 takes no size of a convolution for granted; one with a bias it cannot lower.
+TAKES_SIZES = torch.__version__ >= "2.12"
 
 
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.conv = nn.GroupNorm(2, DIM), nn.Conv1d(DIM, DIM, 3, padding=1)
+        self.norm, self.conv = nn.GroupNorm(2, DIM), nn.Conv1d(DIM, DIM, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(self.norm(x)).relu()
@@ -39,7 +41,7 @@ class Attention(nn.Module):
 
 def several_lengths(run: TrainingRun, block: type[nn.Module]) -> str:
     """Trains with others in each step, and on each rank; returns the report."""
-    model = run.shard(nn.Sequential(nn.Conv1d(3, DIM, 1), block(), block()))
+    model = run.shard(nn.Sequential(nn.Conv1d(3, DIM, 1, bias=False), block(), block()))
 
     def loss(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
         inputs = torch.randn(2, 3, 12 + 3 * index + run.rank, generator=models.generator(index, run.rank))
@@ -57,11 +59,11 @@ def test_each_size_is_captured_by_itself_where_a_program_is_for_one_alone(
 ) -> None:
     said = several_lengths(run, block)
     if not run.is_reference:
-        assert ("a program is compiled for sizes with" in said) == (block is Convolution)
+        assert ("a program is compiled for sizes with" in said) == (block is Convolution and TAKES_SIZES)
 
 
 def forward_of_another_size_first() -> None:
-    layers = (nn.Conv1d(DIM, DIM, 3, padding=1) for _ in range(2))
+    layers = (nn.Conv1d(DIM, DIM, 3, padding=1, bias=False) for _ in range(2))
     model = graphshard.compile(nn.Sequential(*layers), init_device_mesh("cpu", (2,)))
     refused = pytest.raises(RuntimeError, match=r"this backward has others, .* want dynamic=False")
     for lengths in ((12,), (15, 18)):
@@ -70,5 +72,6 @@ def forward_of_another_size_first() -> None:
             loss.backward()
 
 
+@pytest.mark.skipif(not TAKES_SIZES, reason="torch 2.11 compiles it for all sizes")
 def test_backward_of_another_size_than_the_first_is_refused_by_name(two_ranks: WorkerPool) -> None:
     two_ranks.run(forward_of_another_size_first)
