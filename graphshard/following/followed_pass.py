@@ -83,7 +83,6 @@ class FollowedPass:
 
     def __post_init__(self) -> None:
         self.shards = {shard.fqn: shard for shard in self.whole.binding.shards}
-        check_own(self.contract)
         for bucket in self.contract.buckets:
             if unknown := [fqn for fqn in bucket.members if fqn not in self.shards]:
                 raise RanksDiffer(

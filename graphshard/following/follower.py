@@ -326,6 +326,7 @@ class Follower:
             meet()
         contract = Contract.parse(self._context.consensus.settle(key, what, decide, whole.leader, meet))
         contract = self._context.any_order.of(key, contract)
+        check_own(contract)
         self.learn(whole.structure, direction, contract)
         return FollowedPass(whole, contract, direction)
 

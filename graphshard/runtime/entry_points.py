@@ -124,7 +124,7 @@ class EntryPoints:
                         raise
                 except SizesDiffer as differ:
                     if self._forward.regions_run != runs:
-                        raise
+                        raise SizesDiffer(f"{differ}; want dynamic=False") from None
                     self.capture_each_size(str(differ))
                 except BackendCompilerFailed as error:
                     failed = error.inner_exception
@@ -132,7 +132,7 @@ class EntryPoints:
                         raise
                     if self._dynamic is not None or not self._make_static(module, kind, method, failed):
                         raise
-                return self._function(module, kind, method)(module, args, kwargs)
+                return with_room(self._function(module, kind, method), module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):
                 raise error.inner_exception from None

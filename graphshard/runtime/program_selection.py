@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from graphshard.agree.contract import Contract
-from graphshard.following.followed_pass import FollowedPass, members
+from graphshard.following.followed_pass import FollowedPass, check_own, members
 from graphshard.following.route import Leg
 from graphshard.fsdp2 import Unit
 from graphshard.graph.ir import Direction
@@ -186,6 +186,7 @@ class ProgramSelection:
         """Does what ranks do before the program of a leg; returns what they send then."""
         program = self.before_forward(leg.graph, leg.binding)
         followed = _sent_for(leg, leg.binding, program, leg.graph.direction)
+        check_own(followed.contract)
         followed.usual = self._usual
 
         def end() -> None:
@@ -204,6 +205,7 @@ class ProgramSelection:
         dead = self.dead_outputs(graph, frozenset(), asked.inputs_only)
         selected = self.before_backward(graph, binding, asked, dead)
         followed = _sent_for(leg, binding, selected.program, "backward")
+        check_own(followed.contract)
         followed.again = asked.again
         followed.staying = staying_units(binding, selected.states)
         followed.reduced_early = reduced_early(binding, selected.states)

@@ -35,6 +35,16 @@ def launches(schedule: Schedule) -> list[Bucket]:
     return [schedule.buckets[step.bucket] for step in schedule.steps if step.kind == "launch"]
 
 
+def searched_for(problem: Problem) -> tuple[Schedule, list[Bucket], list[tuple[StepKind, int]]]:
+    """A good schedule, its buckets in order of launch, and its steps as hints."""
+    found = searched(problem, 10**9, trials=20).best
+    assert found is not None
+    planned = found.schedule()
+    buckets = launches(planned)
+    number_of = {bucket: number for number, bucket in enumerate(buckets)}
+    return planned, buckets, [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
+
+
 def stretched(problem: Problem, factor: int) -> Problem:
     """The same with `factor` ops in the place of each: what other shapes make of it."""
 
@@ -58,12 +68,7 @@ def stretched(problem: Problem, factor: int) -> Problem:
 
 @given(problems(own=False), st.integers(1, 3), st.booleans(), st.booleans())
 def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: int, hints: bool, early: bool) -> None:
-    found = searched(problem, 10**9, trials=20).best
-    assert found is not None
-    planned = found.schedule()
-    buckets = launches(planned)
-    number_of = {bucket: number for number, bucket in enumerate(buckets)}
-    steps = [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
+    _, buckets, steps = searched_for(problem)
     other = stretched(problem, factor)
     found = realised_schedule(other, buckets, steps if hints else (), early)
     check_schedule(other, found)
@@ -73,12 +78,7 @@ def test_order_of_launches_is_kept_in_another_program(problem: Problem, factor: 
 
 @given(problems(), st.integers(1, 3), st.booleans(), st.booleans())
 def test_places_of_a_model_s_own_collectives_are_kept(problem: Problem, factor: int, hints: bool, early: bool) -> None:
-    found = searched(problem, 10**9, trials=20).best
-    assert found is not None
-    planned = found.schedule()
-    buckets = launches(planned)
-    number_of = {bucket: number for number, bucket in enumerate(buckets)}
-    steps = [(step.kind, number_of[planned.buckets[step.bucket]]) for step in planned.steps]
+    planned, buckets, steps = searched_for(problem)
     other = stretched(problem, factor)
     own = own_places(problem, planned)
     try:
