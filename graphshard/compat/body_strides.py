@@ -13,6 +13,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from graphshard.compat.symbol_places import SymbolPlaces
+
 Strides: TypeAlias = tuple[int | torch.SymInt, ...]
 
 
@@ -48,7 +50,7 @@ class InStrides:
         inputs: fake values of the arguments.
 
     Raises:
-        StridesUnknown: a stride depends on a symbol that is none of `inputs`.
+        StridesUnknown: a stride depends on a symbol that `inputs` do not tell.
     """
 
     def __init__(
@@ -56,18 +58,17 @@ class InStrides:
     ) -> None:
         self._code = code
         self._strides = {number: tuple(map(_expression, its)) for number, its in strides.items()}
-        symbols = {value.node.expr: place for place, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
         used = {symbol for its in self._strides.values() for stride in its for symbol in stride.free_symbols}
-        if not used <= symbols.keys():
+        self._places = SymbolPlaces(inputs if used else ())
+        if not used <= self._places.symbols:
             raise StridesUnknown
-        self._places = {symbol: symbols[symbol] for symbol in used}
         self._known: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         self.source_code = getattr(code, "source_code", None)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        sizes = tuple(args[place] for place in self._places.values())
+        sizes = self._places.sizes(args)
         if (strides := self._known.get(sizes)) is None:
-            numbers = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
+            numbers = self._places.numbers(sizes)
             strides = self._known[sizes] = {
                 number: tuple(int(stride.xreplace(numbers)) for stride in its) for number, its in self._strides.items()
             }

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-import torch
-from torch import Tensor
+
+from graphshard.compat.symbol_places import SymbolPlaces
 
 _INT32_MAX = 2**31 - 1
 
@@ -26,13 +26,13 @@ class LateGuards:
     def __init__(self, fixes: Callable[[str], None]) -> None:
         self._fixes = fixes
         self.is_late = False
-        self._forward, self._backward = _Places(), _Places()
+        self._places = {backward: SymbolPlaces() for backward in (False, True)}
         self._guards: list[Any] = []
+        self._known: dict[tuple[bool, int, tuple[int, ...]], str] = {}
 
     def bind(self, inputs: Sequence[Any], backward: bool = False) -> None:
         """Is told of the fake arguments of a forward, or of its backward."""
-        places = self._backward if backward else self._forward
-        places.bind(inputs)
+        self._places[backward] = SymbolPlaces(inputs)
 
     @contextmanager
     def noticed(self, fake_mode: Any) -> Iterator[None]:
@@ -46,39 +46,20 @@ class LateGuards:
 
     def _add(self, guard: Any) -> None:
         self._guards.append(guard)
-        if self.is_late or not guard.free_symbols <= self._forward.of.keys():
+        if self.is_late or not guard.free_symbols <= self._places[False].symbols:
             self._fixes(_said(guard))
 
     def failed(self, args: Sequence[Any], backward: bool = False) -> str:
         """One that does not hold of a call with such arguments, in words; ``""``: all do, as far as these tell."""
-        places = self._backward if backward else self._forward
-        return places.failed(self._guards, args) if self._guards else ""
-
-
-class _Places:
-    """Where arguments tell symbols.
-
-    Attributes:
-        of: by symbol, the place of an argument, and a dim of it; -1: it is the argument.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[sympy.Symbol, tuple[int, int]] = {}
-        self._known: dict[tuple[int, ...], str] = {}
-
-    def bind(self, inputs: Sequence[Any]) -> None:
-        for place, value in enumerate(inputs):
-            sizes = enumerate(value.shape) if isinstance(value, Tensor) else ((-1, value),)
-            for dim, size in sizes:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    self.of.setdefault(size.node.expr, (place, dim))
-
-    def failed(self, guards: Sequence[Any], args: Sequence[Any]) -> str:
-        sizes = (len(guards), *(args[place] if dim < 0 else args[place].shape[dim] for place, dim in self.of.values()))
-        if (text := self._known.get(sizes)) is None:
-            numbers = dict(zip(self.of, map(sympy.Integer, sizes[1:]), strict=True))
-            failing = (guard for guard in guards if guard.xreplace(numbers) is sympy.false)
-            text = self._known[sizes] = next(map(_said, failing), "")
+        if not self._guards:
+            return ""
+        places = self._places[backward]
+        sizes = places.sizes(args)
+        key = backward, len(self._guards), sizes
+        if (text := self._known.get(key)) is None:
+            numbers = places.numbers(sizes)
+            failing = (guard for guard in self._guards if guard.xreplace(numbers) is sympy.false)
+            text = self._known[key] = next(map(_said, failing), "")
         return text
 
 
