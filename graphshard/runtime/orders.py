@@ -98,6 +98,8 @@ class RunningPass(Generic[G]):
         steps, gathers, reductions, runs: so far.
         launched: what of the plan.
         expected: what the last known order had in the place where this pass left it, None where it did not.
+        in_parts: whether the latest step is one of a known order of which this rank has parts: a checkpoint that
+            recomputes what it has in other graphs, or what is part of a backward's graph on other ranks.
     """
 
     kind: str
@@ -109,10 +111,14 @@ class RunningPass(Generic[G]):
     runs: list[MakesRun] = field(default_factory=list)
     launched: Launched = field(default_factory=Launched)
     expected: PassStep | None = None
+    in_parts: bool = False
 
     def follow(self, step: PassStep, gathers: Mapping[str, G], run: MakesRun) -> Order[G] | None:
         """Takes one step; returns the order that is followed, None where there is none."""
         position = len(self.steps)
+        known = self._known_at(position)
+        begun = None if step in known else next((found for found in known if self._is_part(step, found)), None)
+        self.in_parts, step = begun is not None, begun or step
         self.steps.append(step)
         self.gathers.append(dict(gathers))
         self.reductions.append({})
@@ -127,6 +133,28 @@ class RunningPass(Generic[G]):
             return self.known[0]
         self.expected = last.steps[position] if position < len(last.steps) else None
         return None
+
+    def goes_on(self, step: PassStep, gathers: Mapping[str, G], run: MakesRun) -> bool:
+        """Whether a step is one more part of the latest one; if so, takes it."""
+        latest = self.steps[-1] if self.known and self.steps else None
+        if latest is None or not (self.in_parts or latest.direction == "forward"):
+            return False
+        ends = step == latest and step.direction == "backward"
+        if not ends and (not self._is_part(step, latest) or step in self._known_at(len(self.steps))):
+            return False
+        if ends:
+            self.runs[-1] = run
+        self.in_parts = not ends
+        self.gathers[-1].update(gathers)
+        return True
+
+    def _known_at(self, position: int) -> list[PassStep]:
+        return [order.steps[position] for order in self.known if position < len(order.steps)]
+
+    def _is_part(self, step: PassStep, whole: PassStep) -> bool:
+        """Whether a step can be a part of another one: what a checkpoint recomputes."""
+        is_recomputed = step.direction == "forward" and self.known[0].steps[-1].direction == "backward"
+        return is_recomputed and set(step.units) <= set(whole.units)
 
 
 class Orders(Generic[G]):

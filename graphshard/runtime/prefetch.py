@@ -140,6 +140,8 @@ class Prefetch:
             followed = self.orders.follow(running, PassStep(direction, names), asked, run)
         for found in () if followed is None else followed.gathers():
             gathers.launch_ahead((unit, shards, whole or stays(unit)) for unit, shards, whole in found)
+        if followed is not None and followed.running.in_parts:
+            wanted = followed.wanted()
         for unit, shards, whole in wanted:
             if whole or self._every or is_part:  # so that its first pass runs the programs of later ones
                 gathers.gather(unit, shards, whole or stays(unit))

@@ -71,6 +71,11 @@ class Followed:
             found = [self.order.gathers[place].get(name) for name, place in units if place >= self.position]
             yield [wanted for wanted in found if wanted is not None and any(map(is_missing, wanted.shards))]
 
+    def wanted(self) -> list[Wanted]:
+        """What the step gathers in the known order, of what is not gathered now."""
+        known = self.order.gathers[self.position].values()
+        return [wanted for wanted in known if any(map(is_missing, wanted.shards))]
+
     def will_reduce(self, unit: Unit) -> bool:
         """Whether the plan has the unit reduced together with others."""
         planned = () if self.order.plan is None else self.order.plan.reductions
@@ -171,7 +176,10 @@ class RegionOrders:
         Raises:
             RanksDiffer: the other ranks have another order.
         """
-        order = running.follow(step, {found.unit.name: found for found in wanted}, run)
+        gathers = {found.unit.name: found for found in wanted}
+        if running.goes_on(step, gathers, run):
+            return self.followed(running)
+        order = running.follow(step, gathers, run)
         if order is not None:
             self._agree(order, running)
             if order.agreed and len(running.steps) == 1 and order.planned < order.to_plan():

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.fuzz.__main__ import PLAYED, Failed, failure_of, play_round
-from tests.fuzz.cases import Case, Layer
+from tests.fuzz.cases import FEW, Case, Layer
 
 # What such jobs have found, as small as they go.
 FOUND = {
@@ -39,6 +39,32 @@ FOUND = {
         units="inner",
         regions="unit",
         moves=("train", "other_rows", "train"),
+    ),
+    "a checkpoint is recomputed in other graphs on the rank that came to a recompile limit": Case(
+        (
+            Layer("mlp"),
+            Layer("mlp"),
+            Layer("conv", checkpointed=True, breaks="all"),
+            Layer("norm", checkpointed=True),
+        ),
+        units="some",
+        reshard=False,
+        recompile_limit=FEW,
+        moves=("train", "train", "evaluate", "other_rows", "train", "train"),
+        seed=140,
+    ),
+    "such a checkpoint whose unit is gathered in backward": Case(
+        (
+            Layer("mlp"),
+            Layer("conv", checkpointed=True, breaks="all"),
+            Layer("mlp", checkpointed=True),
+            Layer("mlp", checkpointed=True),
+        ),
+        units="some",
+        plan="fsdp2",
+        recompile_limit=4,
+        moves=("train", "train", "evaluate", "other_rows", "train", "train"),
+        seed=140,
     ),
     "torch fails to trace a number that is another in each call": Case((Layer("counter"),), microbatches=3),
     "torch fails to trace such a number behind a graph break": Case(

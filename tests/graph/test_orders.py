@@ -94,3 +94,46 @@ def test_ever_new_orders_are_not_all_kept() -> None:
 def test_empty_pass_is_no_order() -> None:
     orders: Orders[str] = Orders()
     assert not record(orders, "")
+
+
+def recompute(orders: Orders[str], *names: str) -> tuple[RunningPass[str], list[int]]:
+    """Runs a backward; names that begin with "+" are recomputed forwards. Returns each step's place in the order."""
+    running, places = orders.begin("backward"), []
+    for name in names:
+        direction = "forward" if name.startswith("+") else "backward"
+        one = PassStep(direction, tuple(name.removeprefix("+").split(",")))
+        if not running.goes_on(one, {}, lambda: None):
+            running.follow(one, {}, lambda: None)
+        places.append(len(running.steps) - 1)
+    return running, places
+
+
+def test_what_one_rank_recomputes_in_other_graphs_takes_no_places_of_its_own() -> None:
+    orders: Orders[str] = Orders()
+    order = orders.end(recompute(orders, "d", "b,c", "+a", "a")[0])
+    same = orders.end(recompute(orders, "a", "a", "a")[0])
+    running, places = recompute(orders, "a", "+a", "+a", "a", "a")
+    assert places == [0, 1, 1, 1, 2] and orders.end(running) is same
+    for names, expected in (
+        (("d", "+b,c", "b,c", "+a", "a"), [0, 1, 1, 2, 3]),  # in the backward's graph on other ranks
+        (("d", "+b", "+c", "b,c", "+a", "a"), [0, 1, 1, 1, 2, 3]),
+        (("d", "b,c", "+a", "+a", "a"), [0, 1, 2, 2, 3]),  # in parts
+    ):
+        running, places = recompute(orders, *names)
+        assert places == expected and running.known and orders.end(running) is order, names
+    assert not recompute(orders, "d", "+e")[0].known
+    assert not recompute(orders, "d", "+b", "a")[0].known
+
+
+def test_what_all_ranks_recompute_has_its_place() -> None:
+    orders: Orders[str] = Orders()
+    orders.end(recompute(orders, "+b", "b", "+a", "a")[0])
+    order = orders.end(recompute(orders, "+b", "+b", "b", "+a", "a")[0])
+    assert order is not None and len(order.steps) == 4  # the second of them is a part
+    assert recompute(orders, "b", "a")[0].expected == PassStep("forward", ("b",))
+
+
+def test_forwards_of_a_forward_are_no_parts() -> None:
+    orders: Orders[str] = Orders()
+    orders.end(recompute(orders, "+a,b", "+c")[0])
+    assert not recompute(orders, "+a")[0].known
