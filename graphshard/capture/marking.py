@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from graphshard.capture import marked_classes
 from graphshard.capture.parameters_in_forward import FORWARD, UnitForward
-from graphshard.compat.modules import global_hooks, hooks_of
+from graphshard.compat.modules import global_hooks, hooks_of, own_parameters
 from graphshard.fsdp2 import Unit
 
 
@@ -86,6 +86,10 @@ def hook_keys(modules: Iterable[nn.Module]) -> list[int]:
 
 
 def shared_code_key(module: nn.Module) -> object:
-    """What modules must have in common to share compiled code beyond what Dynamo guards: it guards no hooks."""
+    """What modules must have in common to share compiled code, beyond what Dynamo guards: it guards no hooks. Nor do
+    they share it where they have other modules or parameters: torch 2.13 looks for those of one in another
+    (`KeyError`) where it says why guards failed that tensors are no aliases.
+    """
+    inside = [(name, type(inner), *own_parameters(inner)) for name, inner in module.named_modules()]
     hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
-    return type(module), tuple(hooks), tuple(hook for _, hook in global_hooks())
+    return type(module), tuple(inside), tuple(hooks), tuple(hook for _, hook in global_hooks())

@@ -86,6 +86,7 @@ class EntryPoints:
             opens = (module for module in self._modules if not isinstance(module, torch.jit.ScriptModule))
             self._tables = [child_modules(module) for module in opens]
             self._children = self._children_now()
+            self._kinds.clear()
         if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
             self._kinds.clear()

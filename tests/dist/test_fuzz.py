@@ -66,6 +66,13 @@ FOUND = {
         moves=("train", "train", "evaluate", "other_rows", "train", "train"),
         seed=140,
     ),
+    "torch looks for the parameters of one block in another of its class": Case(
+        (Layer("mlp", hidden=16, checkpointed=True), Layer("conv", checkpointed=True)),
+        regions="unit",
+        microbatches=3,
+        moves=("train", "mode", "train"),
+        seed=244,
+    ),
     "torch fails to trace a number that is another in each call": Case((Layer("counter"),), microbatches=3),
     "torch fails to trace such a number behind a graph break": Case(
         (Layer("mlp", breaks="all"), Layer("counter", breaks="all")), microbatches=3

@@ -192,6 +192,8 @@ def _sensible(case: Case) -> Case:
     behind_limit = case.recompile_limit == FEW and (in_parts or any(layer.breaks for layer in found))
     if behind_limit:  # what is read besides calling the module that owns it
         layers = tuple(_without(_without(layer, "scaled"), "list") for layer in layers)
+    if behind_limit and "mode" in case.moves:  # breaks that one rank alone has no more in the other mode
+        layers = tuple(_without_checkpoints(layer) for layer in layers)
     if in_parts and "other_rows" in case.moves:  # AOTAutograd makes gradients contiguous where sizes are symbolic
         layers = tuple(_without(layer, "batch_norm") for layer in layers)
     if in_parts or behind_limit:  # an activation that a region uses twice, and what is around it once more
@@ -227,6 +229,10 @@ READ_OUTSIDE, WRITE, USE_OFTEN = (
 def _of_parts(layer: Layer) -> Layer:
     inner = tuple(map(_of_parts, layer.inner))
     return replace(layer, inner=inner, again=False, breaks="all" if layer.breaks else "")
+
+
+def _without_checkpoints(layer: Layer) -> Layer:
+    return replace(layer, checkpointed=False, inner=tuple(map(_without_checkpoints, layer.inner)))
 
 
 def _without(layer: Layer, kind: str) -> Layer:
