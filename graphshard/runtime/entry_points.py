@@ -80,15 +80,19 @@ class EntryPoints:
             Whether hooks are others than before.
         """
         children = self._children_now()
-        if not self._modules or len(children) != len(self._children) or any(map(is_not, children, self._children)):
+        if (
+            others := not self._modules
+            or len(children) != len(self._children)
+            or any(map(is_not, children, self._children))
+        ):
             register_recorders(self._model)
             self._modules = list(self._model.modules())
             opens = (module for module in self._modules if not isinstance(module, torch.jit.ScriptModule))
             self._tables = [child_modules(module) for module in opens]
             self._children = self._children_now()
-            self._kinds.clear()
         if changed := self._hook_keys != (keys := hook_keys(self._modules)):
             self._hook_keys = keys
+        if others or changed:
             self._kinds.clear()
         self._twins.refresh(changed)
         return changed

@@ -89,4 +89,18 @@ OF_RANKS = (
         "            for turn, bucket in ():",
         ("tests/graph/test_realised.py", "-k", "own"),
     ),
+    Mutation(
+        "what one rank recomputes in graphs of its own takes places in the order",
+        "graphshard/runtime/region_orders.py",
+        "if running.goes_on(step, gathers, run):",
+        "if False:",
+        ("tests/dist/test_fuzz.py", "-k", "recomputed"),
+    ),
+    Mutation(
+        "blocks of one class share code, whatever is inside them",
+        "graphshard/capture/marking.py",
+        "return type(module), tuple(inside), ",
+        "return type(module), (), ",
+        ("tests/dist/test_fuzz.py", "-k", "looks and parameters"),
+    ),
 )
