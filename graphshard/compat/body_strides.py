@@ -62,7 +62,7 @@ class InStrides:
         self._places = SymbolPlaces(inputs if used else ())
         if not used <= self._places.symbols:
             raise StridesUnknown
-        self._known: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
+        self._known: dict[tuple[int | None, ...], dict[int, tuple[int, ...]]] = {}
         self.source_code = getattr(code, "source_code", None)
 
     def __call__(self, args: list[Any]) -> list[Any]:

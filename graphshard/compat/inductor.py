@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
@@ -58,11 +59,32 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+class _Before(CustomGraphPass):
+    """A pass before Inductor's own on joint graphs, and before those that the user has there."""
+
+    def __init__(self, run: Callable[[Graph], None], key: Any, others: Any) -> None:
+        self._run, self._key = run, key
+        self._others = others if isinstance(others, (list, tuple)) else [others] if others else []
+
+    def __call__(self, graph: Graph) -> None:
+        for run in (self._run, *self._others):
+            run(graph)
+
+    def uuid(self) -> Any:
+        """None: one of them has none, and nothing is cached."""
+        keys = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._others]
+        return [self._key, *keys] if all(keys) else None
+
+
 def compile_region_inductor(
-    gm: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, partitioner: CustomPartitionerFn
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compiler: GraphCompiler,
+    partitioner: CustomPartitionerFn,
+    before: Callable[[Graph], None],
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph with Inductor's front end; `compiler(gm, inputs, direction=..., **kwargs)` lowers each
-    graph.
+    graph. `before`: changes joint graphs before Inductor's passes do.
     """
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -73,7 +95,11 @@ def compile_region_inductor(
         inputs,
         inner_compile=inner,
         # As config_patches, never around the call: backward is compiled later, outside any `with`.
-        config_patches={**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner},
+        config_patches={
+            **INDUCTOR_PATCHES,
+            "custom_partitioner_fn": partitioner,
+            "joint_custom_pre_pass": _Before(before, partitioner.uuid(), inductor_config.joint_custom_pre_pass),
+        },
     )
     function: Callable[..., Any] = compiled
     return function

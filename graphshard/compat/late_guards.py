@@ -28,7 +28,7 @@ class LateGuards:
         self.is_late = False
         self._places = {backward: SymbolPlaces() for backward in (False, True)}
         self._guards: list[Any] = []
-        self._known: dict[tuple[bool, int, tuple[int, ...]], str] = {}
+        self._known: dict[tuple[bool, int, tuple[int | None, ...]], str] = {}
 
     def bind(self, inputs: Sequence[Any], backward: bool = False) -> None:
         """Is told of the fake arguments of a forward, or of its backward."""

@@ -32,10 +32,11 @@ class SymbolPlaces:
         """All that they tell."""
         return self._of.keys()
 
-    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What the symbols are in a call with such arguments."""
-        return tuple(args[place] if dim < 0 else args[place].shape[dim] for place, dim in self._of.values())
+    def sizes(self, args: Sequence[Any]) -> tuple[int | None, ...]:
+        """What the symbols are in a call with such arguments; None: no number, as a jagged tensor's."""
+        found = (args[place] if dim < 0 else args[place].shape[dim] for place, dim in self._of.values())
+        return tuple(size if isinstance(size, int) else None for size in found)
 
-    def numbers(self, sizes: tuple[int, ...]) -> Mapping[sympy.Symbol, sympy.Integer]:
-        """The same by symbol, to be put into an expression."""
-        return dict(zip(self._of, map(sympy.Integer, sizes), strict=True))
+    def numbers(self, sizes: tuple[int | None, ...]) -> Mapping[sympy.Symbol, sympy.Integer]:
+        """Those that are numbers by symbol, to be put into an expression."""
+        return {symbol: sympy.Integer(size) for symbol, size in zip(self._of, sizes, strict=True) if size is not None}

@@ -32,6 +32,15 @@ class Placeholders:
         return self._last
 
 
+def placeholders_first(graph: Graph) -> None:
+    """Moves a graph's placeholders to its beginning: AOTAutograd puts the tokens of operators with effects (assertions,
+    `torch.linalg.inv`'s) in front of them.
+    """
+    first = next(iter(graph.nodes))
+    for node in [*graph.find_nodes(op="placeholder")] if first.op != "placeholder" else ():
+        first.prepend(node)
+
+
 class Replacements:
     """Puts nodes in the place of others everywhere, in the results of the graph at the end, all at once: to change one
     of n results takes a time of n.

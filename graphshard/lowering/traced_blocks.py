@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,12 +15,12 @@ from graphshard.compat.block_trace import Trace
 from graphshard.compat.dynamo import copy_captured, is_static_input
 from graphshard.compat.inductor import copy_graph, module_like
 from graphshard.compat.partitioner import has_budget, partition
-from graphshard.compat.tensors import size_key
 from graphshard.errors import VerifyError
 from graphshard.graph.block_calls import PASS_ON, BlockCall, Body, OtherGradients, register
 from graphshard.graph.equal_blocks import Block, value_of_captured
 from graphshard.graph.inner_gradients import asks_for_gradients
 from graphshard.graph.ir import ParamRef, PassContext, is_call, is_tangent, output_args, output_node
+from graphshard.graph.saved_values import is_told, keep_copies, save_inputs_themselves, take_size
 from graphshard.lowering import driver
 from graphshard.passes import COLLAPSE
 from graphshard.passes.collapse_blocks import CollapseEdit
@@ -215,8 +214,10 @@ def _body(trace: Trace, block: Block, title: str, say: Callable[[str], object]) 
     if not trace.is_joint:
         return Body(trace.gm, values, needs_grad=needs_grad)
     static = [place for place, node in enumerate(block.inputs) if is_static_input(node)]
+    keep_copies(trace.gm.graph)
     driver.run_joint_passes(trace.gm, title, say)
     forward, backward = partition(trace.gm, (), num_fwd_outputs=len(values), static_lifetime_input_indices=static)
+    save_inputs_themselves(forward, backward, len(values))
     driver.check_partition(forward, len(values))
     _without_sizes(forward, backward, len(values))
     saved = _saved(forward, backward, len(values))
@@ -234,28 +235,10 @@ def _without_sizes(forward: GraphModule, backward: GraphModule, outputs: int) ->
     with backward.graph.inserting_before(next(node for node in backward.graph.nodes if node.op != "placeholder")):
         for node in placeholders:
             if node.name in saved:
-                node.replace_all_uses_with(_size(saved[node.name], placeholders, found))
+                if not is_told(saved[node.name], placeholders):
+                    raise _Refused("their backward reads a size of what it does not read")
+                node.replace_all_uses_with(take_size(saved[node.name], placeholders, found))
                 backward.graph.erase_node(node)
-
-
-def _size(of: Node, placeholders: Sequence[Node], found: dict[Node, Node]) -> Node:
-    """A node for a size that another graph computes. `found`: those that there are."""
-    if of not in found:
-        graph, key = placeholders[0].graph, size_key(of.meta["val"])
-        dims = ((node, dim, size) for node in placeholders for dim, size in enumerate(_shape(node)))
-        if (where := next(((node, dim) for node, dim, size in dims if size_key(size) == key), None)) is not None:
-            found[of] = graph.call_function(torch.ops.aten.sym_size.int, where)
-            found[of].meta["val"] = of.meta["val"]
-        elif of.op != "call_function" or any(isinstance(node.meta["val"], Tensor) for node in of.all_input_nodes):
-            raise _Refused("their backward reads a size of what it does not read")
-        else:
-            found[of] = graph.node_copy(of, lambda node: _size(node, placeholders, found))
-    return found[of]
-
-
-def _shape(node: Node) -> Sequence[int | torch.SymInt]:
-    value = node.meta["val"]
-    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _saved(forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[int, ...]:

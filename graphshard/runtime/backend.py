@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
 from graphshard.graph.inner_gradients import asked_of_inputs, asks_for_gradients, read_apart
-from graphshard.graph.saved_values import save_before_writes
+from graphshard.graph.saved_values import hide_copies, keep_copies, save_before_writes, save_inputs_themselves
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.lowering.traced_blocks import compile_traced_once
@@ -67,6 +68,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         context = self._context()
         title = "joint" if context is None else f"{context.name}.region{context.report.regions - 1}.joint"
+        keep_copies(gm.graph)
         seconds = driver.run_joint_passes(
             gm, title, driver.log.warning if context is None else context.report.note_once
         )
@@ -74,6 +76,7 @@ class Partitioner(CustomPartitionerFn):
             context.report.joint_passes_s += seconds
         forward, backward = partition(gm, joint_inputs, **kwargs)
         save_before_writes(forward, kwargs["num_fwd_outputs"])
+        save_inputs_themselves(forward, backward, kwargs["num_fwd_outputs"])
         driver.check_partition(forward, kwargs["num_fwd_outputs"])
         if context is not None and context.planning is not None:
             context.planning.backward = backward
@@ -142,7 +145,7 @@ def make_backend(
             {**INDUCTOR_PATCHES, "custom_partitioner_fn": partitioner} if inductor else {},
         )
         report = runtime.context.report
-        compile_region = compile_region_inductor if inductor else compile_region_aot
+        compile_region = partial(compile_region_inductor, before=hide_copies) if inductor else compile_region_aot
 
         def compile_it(bodies: Sequence[Body]) -> Callable[..., Any]:
             captured.traced_once(bodies)

@@ -21,6 +21,7 @@ from graphshard.following.part_programs import PartPrograms
 from graphshard.following.route import Leg
 from graphshard.graph.block_calls import Body
 from graphshard.graph.ir import Direction, output_args, reductions, shard_placeholder, unshards, val
+from graphshard.graph.rewriting import placeholders_first
 from graphshard.lowering import driver
 from graphshard.lowering.bodies import Bodies
 from graphshard.runtime.model_runtime import ModelRuntime
@@ -87,6 +88,7 @@ class Region:
     def compile(self, gm: GraphModule, inputs: Sequence[Any], *, direction: Direction, **kwargs: Any) -> BoxedCallable:
         """Takes a graph of the region from the compiler's front end; returns what runs in its place."""
         runtime, planning = self._lowering.runtime, self._lowering.runtime.context.planning
+        placeholders_first(gm.graph)
         gm = self._expanded(gm, direction)
         graph = marked_graph(gm, direction, inputs, kwargs, CompileState.capture(self._patches))
         self._lowering.check_slots(graph)

@@ -26,6 +26,7 @@ from graphshard.compat.fake import fake_process_group
 from graphshard.compat.inductor import compile_region_inductor
 from graphshard.compat.tensors import fake_tensors
 from graphshard.graph.ir import Direction, ParamRef
+from graphshard.graph.saved_values import hide_copies
 from graphshard.lowering import driver
 from graphshard.lowering.twins import without_twins
 from graphshard.runtime.backend import Partitioner
@@ -170,7 +171,7 @@ class _Recorder(Engine):
             driver.run_captured_passes(gm, f"{self.context.name}.captured")
             leaves = {id(shard.leaf): shard for shard in self.shards}
             captured.append({i: leaves[id(value)] for i, value in enumerate(values) if id(value) in leaves})
-            return compile_region_inductor(gm, values, without_loss, partitioner)
+            return compile_region_inductor(gm, values, without_loss, partitioner, before=hide_copies)
 
         entry = entry_point(type(self.model), marked_classes.own_call)
         compiled = torch.compile(entry, backend=record, fullgraph=True, dynamic=False)

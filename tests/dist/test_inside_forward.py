@@ -8,9 +8,11 @@ from typing import Any
 
 import models
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_outlining import INDUCTOR
 from test_training import BITWISE
 from torch import Tensor, nn
 
@@ -162,3 +164,27 @@ def test_a_default_device_of_users_is_theirs_alone(run: TrainingRun) -> None:
             loss.backward()
         run.observe(loss, model)
         model.zero_grad()
+
+
+class Inverse(nn.Module):
+    """Its operators have effects: they check that a matrix can be inverted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.eye(8) + 0.1 * torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.linalg.solve(self.weight, (self.layer(x) @ torch.linalg.inv(self.weight)).T).T
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["one", "equal blocks"])
+@training_test(backends=("aot_eager", "inductor"), tolerance=INDUCTOR, allow_eager=("with_effects",))
+def test_operators_with_effects(run: TrainingRun, count: int) -> None:
+    model = run.shard(nn.Sequential(*(Inverse() for _ in range(count))))
+    for index in range(2):
+        loss = model(torch.randn(3 + run.rank, 8, generator=models.generator(index, run.rank))).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+        model.zero_grad()
+        with torch.no_grad():
+            run.note("evaluated", model(torch.ones(2, 8)))

@@ -75,3 +75,27 @@ def forward_of_another_size_first() -> None:
 @pytest.mark.skipif(not TAKES_SIZES, reason="torch 2.11 compiles it for all sizes")
 def test_backward_of_another_size_than_the_first_is_refused_by_name(two_ranks: WorkerPool) -> None:
     two_ranks.run(forward_of_another_size_first)
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.unflatten(-1, (2, -1)).transpose(1, 2).transpose(1, 2).flatten(-2)
+
+
+@training_test(backends=("aot_eager", "inductor"), tolerance=INDUCTOR)
+def test_lengths_of_jagged_tensors_are_no_sizes(run: TrainingRun) -> None:
+    model = run.shard(Jagged())
+
+    def loss(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
+        draw = models.generator(index, run.rank)
+        rows = [torch.randn(2 + index + run.rank + row, DIM, generator=draw) for row in range(3)]
+        out: Tensor = model(torch.nested.nested_tensor(rows, layout=torch.jagged)).values()
+        return out.square().mean()
+
+    run.train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, steps=3)
