@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.entry_code import entry_point
 from graphshard.capture.marking import hook_keys, shared_code_key
-from graphshard.compat.dynamo import BackendCompilerFailed, capture_settings
+from graphshard.compat.dynamo import BackendCompilerFailed, TorchDynamoException, capture_settings
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
 from graphshard.compat.recorded_outputs import register_recorders
@@ -142,6 +142,14 @@ class EntryPoints:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):
                 raise error.inner_exception from None
             raise
+        except TorchDynamoException as error:
+            if "differentiated Tensor" not in str(error):
+                raise
+            raise UnsupportedModel(
+                "forward asks for gradients (torch.autograd.grad), or the backward of a torch.autograd.Function does, "
+                "of a parameter that it reads elsewhere, or for which nothing was computed: each read is a tensor of "
+                "its own; want one read (weight = self.weight) for both, or calls in graphshard.eager(model)"
+            ) from error
 
     def _make_static(
         self, module: nn.Module, kind: object, method: marked_classes.Method | None, failed: SymbolicTraceFailed

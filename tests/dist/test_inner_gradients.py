@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,45 @@ def test_gradient_of_one_read_of_several_is_refused(
     two_ranks: WorkerPool, build: Callable[[], nn.Module], name: str
 ) -> None:
     two_ranks.run(read_apart, build, name)
+
+
+class Adjoint(torch.autograd.Function):
+    """Recomputes a block in backward, and asks for its gradients there, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = block(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), [x, *ctx.block.parameters()], grads[0])
+
+
+class Solves(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Adjoint.apply(self.blocks[0], x, *self.blocks[0].parameters())  # type: ignore[no-untyped-call]
+        return self.head(out).mean()
+
+
+def adjoint() -> None:
+    model = graphshard.compile(Solves(), init_device_mesh("cpu", (2,)), backend="aot_eager")
+    with pytest.raises(
+        graphshard.UnsupportedModel, match=r"the backward of a torch.autograd.Function does, of a param"
+    ):
+        step(model, 0, 0)
+    with graphshard.eager(model):
+        step(model, 0, 0)
+    assert all(parameter.grad is not None for parameter in model.blocks[0].parameters())
+
+
+def test_gradients_of_parameters_in_a_backward_of_users_are_refused_by_name(two_ranks: WorkerPool) -> None:
+    two_ranks.run(adjoint)
 
 
 class TrainsInForward(Blocks):
