@@ -103,4 +103,32 @@ OF_RANKS = (
         "return type(module), (), ",
         ("tests/dist/test_fuzz.py", "-k", "looks and parameters"),
     ),
+    Mutation(
+        "Inductor removes copies of buffers",
+        "graphshard/compat/inductor.py",
+        "        for run in (self._run, *self._others):",
+        "        for run in self._others:",
+        ("tests/dist/test_saved_tensors.py", "-k", "removes"),
+    ),
+    Mutation(
+        "views of inputs are saved",
+        "graphshard/runtime/backend.py",
+        '        save_inputs_themselves(forward, backward, kwargs["num_fwd_outputs"])\n',
+        "",
+        ("tests/dist/test_saved_tensors.py", "-k", "would_change and one"),
+    ),
+    Mutation(
+        "tokens stand in front of placeholders",
+        "graphshard/runtime/region.py",
+        "        placeholders_first(gm.graph)\n",
+        "",
+        ("tests/dist/test_inside_forward.py", "-k", "effects"),
+    ),
+    Mutation(
+        "lengths of jagged tensors are sizes",
+        "graphshard/compat/symbol_places.py",
+        "size if isinstance(size, int) else None",
+        "size",
+        ("tests/dist/test_sizes.py", "-k", "jagged"),
+    ),
 )
