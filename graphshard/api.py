@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from graphshard import fsdp2
 from graphshard.agree.executed import check_compare_every
 from graphshard.agree.ranks_alike import post_settings
+from graphshard.arguments import check_annotated, check_arguments, check_mesh, check_types
 from graphshard.capture import marked_classes
 from graphshard.capture.units import resolve_units, said_of_units, units_found
 from graphshard.compat.versions import check_torch_version
@@ -24,7 +24,6 @@ from graphshard.fsdp2.sharding_arguments import (
     check,
     check_policies,
     check_reshard,
-    refused_devices,
     refused_modules,
     refused_parameters,
     refused_placements,
@@ -36,13 +35,9 @@ from graphshard.plan_file import Plan, write_plan
 from graphshard.planning.options import PLANS, check_plan, make_planning
 from graphshard.planning.planned_programs import planned_so_far
 from graphshard.reporting.report import Report
-from graphshard.runtime.backend import BACKENDS
 from graphshard.runtime.engine import Engine
 from graphshard.runtime.entry_points import Options
 from graphshard.surroundings import check_accelerate, check_optimizers, note_surroundings, refused_wrappers
-
-REGIONS = ("model", "unit")
-STRATEGIES = ("fully_shard", "replicate")
 
 
 def compile(
@@ -123,11 +118,11 @@ def compile(
     fails.
     """
     check_torch_version()
-    _check_arguments(model, strategy, backend, regions)
+    check_arguments(model, strategy, backend, regions)
     check_plan(plan)
     check_deadline(deadline_s)
     check_compare_every(compare_every)
-    _check_types(
+    check_types(
         fullgraph=fullgraph,
         dynamic=dynamic,
         strict=strict,
@@ -138,9 +133,10 @@ def compile(
         ignored_params=ignored_params,
     )
     check_environment()
-    if engine_of(model) is not None:
+    for compiled, _ in _engines(model):
         raise RuntimeError(
-            "compile: the model, or a part of it, is compiled already; compile it once, or build it anew"
+            f"compile: {compiled or 'the model'} is compiled already; compile once, a module around all that share it, "
+            "or build it anew"
         )
     options = Options(backend, regions, fullgraph, dynamic, strict, compare_every)
     sharding = {
@@ -159,13 +155,13 @@ def compile(
     if auto and strategy == "fully_shard":
         sharding["reshard_after_forward"] = None
     if annotated:
-        _check_annotated(model, mesh, strategy, sharding)
+        check_annotated(model, mesh, strategy, sharding)
         have = fsdp2.annotation_mesh(model)
         kind = "cpu" if have is None else have.device_type
     else:
         if mesh is None:
             check_accelerate()
-        mesh = _check_mesh(model, mesh)
+        mesh = check_mesh(model, mesh)
         kind = mesh.device_type
         check(refused_parameters(model, ignored_params or set()))
         for name, param in model.named_parameters():
@@ -198,80 +194,6 @@ def compile(
     return model
 
 
-def _check_arguments(model: nn.Module, strategy: str, backend: str, regions: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile: model: got {type(model).__name__}, want an nn.Module")
-    for name, got, wanted in (
-        ("strategy", strategy, STRATEGIES),
-        ("backend", backend, BACKENDS),
-        ("regions", regions, REGIONS),
-    ):
-        if got not in wanted:
-            raise ValueError(f"compile: {name}: got {got!r}, want one of {', '.join(map(repr, wanted))}")
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "compile: got no process group, want one; call torch.distributed.init_process_group first "
-            "(torchrun sets its environment)"
-        )
-
-
-_TYPES: dict[str, Any] = {
-    "fullgraph": bool,
-    "strict": bool,
-    "dynamic": bool | None,
-    "mp_policy": MixedPrecisionPolicy | None,
-    "offload_policy": OffloadPolicy | None,
-    "ignored_params": set | None,
-}
-
-
-def _check_types(**arguments: object) -> None:
-    for name, wanted in _TYPES.items():
-        if not isinstance(arguments[name], wanted):
-            names = getattr(wanted, "__name__", str(wanted))
-            raise TypeError(f"compile: {name}: got {arguments[name]!r:.80}, want {names}")
-    reshard, placement_of = arguments["reshard_after_forward"], arguments["shard_placement_fn"]
-    if reshard not in (None, "auto") and not isinstance(reshard, int):  # FSDP2's own errors are ValueErrors
-        raise ValueError(f"compile: reshard_after_forward: got {reshard!r:.80}, want a bool, an int, 'auto' or None")
-    if placement_of is not None and not callable(placement_of):
-        raise TypeError(f"compile: shard_placement_fn: got {placement_of!r:.80}, want a function of a parameter")
-    ignored_params = arguments["ignored_params"]
-    for param in ignored_params if isinstance(ignored_params, set) else ():
-        if not isinstance(param, nn.Parameter):
-            raise TypeError(f"compile: ignored_params: got {param!r:.80} in the set, want parameters themselves")
-
-
-def _check_annotated(model: nn.Module, mesh: DeviceMesh | None, strategy: str, sharding: dict[str, Any]) -> None:
-    have = fsdp2.annotation_mesh(model)
-    check(fsdp2.refused_shards(model))
-    if mesh is not None and have is not None and mesh != have:
-        raise ValueError(f"compile: mesh: got {mesh}, but the model is annotated with {have}; leave `mesh` out")
-    if strategy == "replicate" and any(unit.group_name for unit in fsdp2.sharded_units(model)):
-        raise ValueError(
-            "compile: strategy: got 'replicate', but fully_shard has sharded the model; annotate it by torch's "
-            "replicate, or compile the plain model"
-        )
-    if given := [name for name, value in sharding.items() if value is not None]:
-        raise ValueError(
-            f"compile: {given[0]}: the model is annotated already; give it to fully_shard, or compile the plain model"
-        )
-
-
-def _check_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    devices = {param.device.type for param in model.parameters()} - {"meta"}
-    if mesh is None:
-        kind = next(iter(devices), "cuda" if torch.cuda.is_available() else "cpu")
-        mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"compile: mesh: got {type(mesh).__name__}, want a DeviceMesh")
-    if mesh.ndim > 2:
-        raise ValueError(f"compile: mesh: got {mesh.ndim} axes, want 1 (shard) or 2 (replicate, shard): a sub-mesh")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError("compile: mesh: got 2 axes without names; give init_device_mesh mesh_dim_names")
-    check(refused_devices(model, mesh.device_type))
-    return mesh
-
-
 def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[str, Any]) -> list[str]:
     """Shards a plain model; returns which units were found, in words."""
     arguments = {name: value for name, value in sharding.items() if value is not None and name != "units"}
@@ -299,11 +221,14 @@ def _annotate(model: nn.Module, strategy: str, mesh: DeviceMesh, sharding: dict[
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that `compile` gave to `model` or to a module inside it, or None."""
-    for module in model.modules():
-        engine = module.__dict__.get(marked_classes.ENGINE)
-        if isinstance(engine, Engine):
-            return engine
-    return None
+    return next((engine for _, engine in _engines(model)), None)
+
+
+def _engines(model: nn.Module) -> Iterator[tuple[str, Engine]]:
+    """All of them, by the names of the modules; ``""``: of `model` itself."""
+    for name, module in model.named_modules():
+        if isinstance(engine := module.__dict__.get(marked_classes.ENGINE), Engine):
+            yield name, engine
 
 
 def need_engine(model: nn.Module, where: str) -> Engine:

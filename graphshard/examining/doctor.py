@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard import fsdp2
-from graphshard.api import STRATEGIES, engine_of
+from graphshard.api import engine_of
+from graphshard.arguments import STRATEGIES
 from graphshard.examining.diagnosis import Diagnosis, Finding, in_order
 from graphshard.examining.forward import ForwardLook
 from graphshard.examining.modules import module_findings, shared_findings
