@@ -55,9 +55,10 @@ def hide_copies(joint: Graph) -> None:
 
 
 def keep_copies(joint: Graph) -> None:
-    """Has such copies saved as they are: the partitioner would have the backward copy once more."""
+    """Has such copies saved as they are, but in checkpoints: the partitioner would have the backward copy once more."""
     for node in _copies(joint):
-        tag_saved(node)
+        if "recompute" not in node.meta:
+            tag_saved(node)
 
 
 def _copies(joint: Graph) -> Iterator[Node]:
@@ -146,7 +147,7 @@ def take_size(number: Node, placeholders: Iterable[Node], found: dict[Node, Node
 
 
 def _shape(node: Node) -> Sequence[int | SymInt]:
-    value = node.meta["val"]
+    value = node.meta.get("val")
     return value.shape if isinstance(value, Tensor) else ()
 
 
