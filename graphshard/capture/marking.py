@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -90,6 +91,7 @@ def shared_code_key(module: nn.Module) -> object:
     they share it where they have other modules or parameters: torch 2.13 looks for those of one in another
     (`KeyError`) where it says why guards failed that tensors are no aliases.
     """
-    inside = [(name, type(inner), *own_parameters(inner)) for name, inner in module.named_modules()]
+    opens = ((name, inner) for name, inner in module.named_modules() if not isinstance(inner, torch.jit.ScriptModule))
+    inside = [(name, type(inner), *own_parameters(inner)) for name, inner in opens]
     hooks = ((i, hook) for i, inner in enumerate(module.modules()) for _, hook in hooks_of(inner))
     return type(module), tuple(inside), tuple(hooks), tuple(hook for _, hook in global_hooks())
