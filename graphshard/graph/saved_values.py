@@ -81,7 +81,7 @@ def _has_same_strides(copy: Node) -> bool:
 
 def save_inputs_themselves(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
     """Has a forward save inputs in the place of views of them, which the backward takes: autograd does not see that the
-    memory of a view was written which a compiler has made.
+    memory of a view was written which a compiler has made. Views of sizes that no tensor tells stay.
 
     Args:
         forward: that the partitioner made; changed in place.

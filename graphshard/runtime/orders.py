@@ -120,7 +120,7 @@ class RunningPass(Generic[G]):
         begun = None if step in known else next((found for found in known if self._is_part(step, found)), None)
         self.in_parts, step = begun is not None, begun or step
         self.steps.append(step)
-        self.gathers.append(dict(gathers))
+        self.gathers.append({} if self.in_parts else dict(gathers))  # a part's are not those of the step
         self.reductions.append({})
         self.runs.append(run)
         if not self.known:
@@ -144,8 +144,8 @@ class RunningPass(Generic[G]):
             return False
         if ends:
             self.runs[-1] = run
+            self.gathers[-1].update(gathers)
         self.in_parts = not ends
-        self.gathers[-1].update(gathers)
         return True
 
     def _known_at(self, position: int) -> list[PassStep]:

@@ -102,8 +102,9 @@ def recompute(orders: Orders[str], *names: str) -> tuple[RunningPass[str], list[
     for name in names:
         direction = "forward" if name.startswith("+") else "backward"
         one = PassStep(direction, tuple(name.removeprefix("+").split(",")))
-        if not running.goes_on(one, {}, lambda: None):
-            running.follow(one, {}, lambda: None)
+        wanted = dict.fromkeys(one.units, name)
+        if not running.goes_on(one, wanted, lambda: None):
+            running.follow(one, wanted, lambda: None)
         places.append(len(running.steps) - 1)
     return running, places
 
@@ -123,6 +124,16 @@ def test_what_one_rank_recomputes_in_other_graphs_takes_no_places_of_its_own() -
         assert places == expected and running.known and orders.end(running) is order, names
     assert not recompute(orders, "d", "+e")[0].known
     assert not recompute(orders, "d", "+b", "a")[0].known
+
+
+def test_what_parts_gather_is_not_what_their_step_does() -> None:
+    orders: Orders[str] = Orders()
+    order = orders.end(recompute(orders, "b,c", "+a", "a")[0])
+    orders.end(recompute(orders, "+b", "+c", "b,c", "+a", "+a", "a")[0])
+    assert order is not None
+    assert order.gathers == ({"b": "b,c", "c": "b,c"}, {"a": "+a"}, {"a": "a"})
+    orders.end(recompute(orders, "+b", "b,c", "+a", "a")[0])
+    assert order.gathers[0] == {"b": "b,c", "c": "b,c"}
 
 
 def test_what_all_ranks_recompute_has_its_place() -> None:
