@@ -97,11 +97,13 @@ def test_empty_pass_is_no_order() -> None:
 
 
 def recompute(orders: Orders[str], *names: str) -> tuple[RunningPass[str], list[int]]:
-    """Runs a backward; names that begin with "+" are recomputed forwards. Returns each step's place in the order."""
+    """Runs a backward; names that begin with "+" are recomputed forwards, steps that end with "!" gather nothing. Returns
+    each step's place in the order.
+    """
     running, places = orders.begin("backward"), []
     for name in names:
         direction = "forward" if name.startswith("+") else "backward"
-        one = PassStep(direction, tuple(name.removeprefix("+").split(",")))
+        one = PassStep(direction, tuple(name.strip("+!").split(",")))
         wanted = dict.fromkeys(one.units, name)
         if not running.goes_on(one, wanted, lambda: None):
             running.follow(one, wanted, lambda: None)
@@ -129,10 +131,10 @@ def test_what_one_rank_recomputes_in_other_graphs_takes_no_places_of_its_own() -
 def test_what_parts_gather_is_not_what_their_step_does() -> None:
     orders: Orders[str] = Orders()
     order = orders.end(recompute(orders, "b,c", "+a", "a")[0])
-    orders.end(recompute(orders, "+b", "+c", "b,c", "+a", "+a", "a")[0])
+    orders.end(recompute(orders, "+b", "+c", "b,c!", "+a", "+a", "a")[0])
     assert order is not None
     assert order.gathers == ({"b": "b,c", "c": "b,c"}, {"a": "+a"}, {"a": "a"})
-    orders.end(recompute(orders, "+b", "b,c", "+a", "a")[0])
+    orders.end(recompute(orders, "+b", "b,c!", "+a", "a")[0])
     assert order.gathers[0] == {"b": "b,c", "c": "b,c"}
 
 
