@@ -97,14 +97,14 @@ def test_empty_pass_is_no_order() -> None:
 
 
 def recompute(orders: Orders[str], *names: str) -> tuple[RunningPass[str], list[int]]:
-    """Runs a backward; names that begin with "+" are recomputed forwards, steps that end with "!" gather nothing. Returns
-    each step's place in the order.
+    """Runs a backward; names that begin with "+" are recomputed forwards, those that end with "!" gather nothing.
+    Returns each step's place in the order.
     """
     running, places = orders.begin("backward"), []
     for name in names:
         direction = "forward" if name.startswith("+") else "backward"
         one = PassStep(direction, tuple(name.strip("+!").split(",")))
-        wanted = dict.fromkeys(one.units, name)
+        wanted = {} if name.endswith("!") else dict.fromkeys(one.units, name)
         if not running.goes_on(one, wanted, lambda: None):
             running.follow(one, wanted, lambda: None)
         places.append(len(running.steps) - 1)
