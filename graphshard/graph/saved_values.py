@@ -97,7 +97,7 @@ def save_inputs_themselves(forward: GraphModule, backward: GraphModule, num_outp
         views = _views_of_input(saved)
         numbers = {node for view in views for node in view.all_input_nodes[1:]}
         base = views[0].all_input_nodes[0] if views else saved
-        tellers = [node for node in (*given.values(), base) if node.name != saved.name]
+        tellers = [node for node in (*given.values(), base) if node.name != saved.name] if numbers else []
         if (
             not views
             or saved.meta.get("saved_tensor_with_no_vc_check")

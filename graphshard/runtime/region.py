@@ -237,11 +237,15 @@ class Region:
             reached = undefined if dead else frozenset()
             return self.parts.backward(graph, binding, args, followed, asked, dead, reached)
         selected = self._selection.before_backward(graph, binding, asked, dead, undefined)
+        program = selected.program
         if graph.direction == "backward" and not graph.part and (failed := self._lowering.guards.failed(args, True)):
-            raise SizesDiffer(
-                f"{failed}, and this backward has others, as of one of several forwards; want dynamic=False"
+            runtime = self._lowering.runtime
+            runtime.context.report.say_once(
+                f"{failed}: a backward of others, as of one of several forwards, runs as it is"
             )
-        results = self._runner.run(selected.program, binding, args)
+            runtime.capture_each_size(failed)
+            program = self._selection.for_any_size(graph, selected, asked)
+        results = self._runner.run(program, binding, args)
         self._selection.behind_backward(selected)
         return results
 

@@ -211,6 +211,7 @@ class RegionLowering:
         contract: Contract | None = None,
         held_bytes: int = 0,
         forward: Binding | None = None,
+        compiled: bool = True,
     ) -> Program:
         """Makes a program.
 
@@ -223,6 +224,7 @@ class RegionLowering:
             contract: that it realises; None: it is asked for, or made.
             held_bytes: that are held for other programs while it runs.
             forward: of a backward, the shards of its forward.
+            compiled: False: what it computes runs as it is.
         """
         context, flags = self.runtime.context, convention.flags
         what = f"the {graph.direction} of region {self.number}"
@@ -241,7 +243,7 @@ class RegionLowering:
             for line in lowered.unchecked:
                 context.report.note_once(line)
             start = time.perf_counter()
-            run = self._compile(graph, lowered, late)
+            run = self._compile(graph, lowered, late, self._bodies if compiled else None)
             record = ProgramRecord(
                 self.number,
                 graph.direction,
@@ -268,15 +270,15 @@ class RegionLowering:
         number = sum(record.region == self.number for record in context.report.programs)
         return f"{context.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
 
-    def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool) -> BoxedCallable:
+    def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool, bodies: Bodies | None) -> BoxedCallable:
         """Code of a lowered graph. `late`: the compilation of the region is over."""
         runnable = with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            if self._bodies is None:
+            if bodies is None:
                 run: BoxedCallable = boxed_graph(runnable)
             else:
                 say = self.runtime.context.report.say_once
-                run = self._bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)
+                run = bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)
         if not late:
             hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
         return run

@@ -136,6 +136,13 @@ OF_MEMORY = (
         ("tests/dist/test_sizes.py", "-k", "Convolution"),
     ),
     Mutation(
+        "a backward runs for other sizes than it is compiled for",
+        "graphshard/runtime/region.py",
+        "program = self._selection.for_any_size(graph, selected, asked)",
+        "pass",
+        ("tests/dist/test_sizes.py", "-k", "runs_as_it_is"),
+    ),
+    Mutation(
         "a program keeps the strides that Inductor has changed",
         "graphshard/lowering/bodies.py",
         "undivided(gm.graph) or _in_other_strides(gm, inputs)",
