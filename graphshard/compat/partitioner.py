@@ -19,6 +19,7 @@ from graphshard.compat.random_calls import call_of, can_draw, give_values
 
 # Larger than any id that activation checkpointing gives to its regions.
 _RESHARD_REGION_ID = 10**6
+_IN_BACKWARD = "must_be_in_backward"
 
 
 def tag_reshard(node: Node) -> None:
@@ -30,6 +31,16 @@ def tag_reshard(node: Node) -> None:
 def tag_saved(node: Node) -> None:
     """Forbids the partitioner to compute a node again; what backward needs of it is saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def tag_backward(node: Node) -> None:
+    """Keeps a node in backward that does not depend on gradients of outputs."""
+    node.meta["partitioner_tag"] = _IN_BACKWARD
+
+
+def is_tagged_backward(node: Node) -> bool:
+    """Whether that was done."""
+    return bool(node.meta.get("partitioner_tag") == _IN_BACKWARD)
 
 
 def has_budget(graph: Graph) -> bool:

@@ -77,6 +77,18 @@ def test_backward_of_another_size_than_the_first_runs_as_it_is(run: TrainingRun)
         assert [line for line in fallbacks if "runs as it is" in line] or not TAKES_SIZES
 
 
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_batch_without_rows_on_one_rank(run: TrainingRun) -> None:
+    model = run.shard(nn.Sequential(Attention(), Attention()))
+
+    def loss(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
+        rows = 0 if index == 2 * run.rank else 3 + index  # on this rank in the first step, or the third
+        out: Tensor = model(torch.randn(rows, DIM, 5, generator=models.generator(index, run.rank)))
+        return out.square().sum()
+
+    run.train(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, steps=4)
+
+
 class Jagged(nn.Module):
     def __init__(self) -> None:
         super().__init__()

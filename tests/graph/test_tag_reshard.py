@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.graph.ir import aten, output_args
-from graphshard.graph.markers import UNSHARD
+from graphshard.graph.markers import REDUCE_GRAD, UNSHARD
 from graphshard.lowering import driver
 from graphshard.passes import tag_reshard
 from graphshard.passes.tag_reshard import ReshardEdit
@@ -72,3 +72,25 @@ def test_tag_reshard_saves_no_cast_of_what_is_gathered() -> None:
     saved = output_args(traced.forward.graph)[traced.num_results :]
     bases = [node.all_input_nodes[0] if node.target is aten.t.default else node for node in saved]
     assert all(node.op == "placeholder" for node in bases)
+
+
+class Constant(torch.autograd.Function):
+    """Adds a weight whose gradient is the same whatever comes."""
+
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, ctx.saved_tensors[0].sum(0)
+
+
+def test_tag_reshard_has_a_gradient_reduced_in_backward_that_does_not_depend_on_what_comes() -> None:
+    def shifted(read, x):  # type: ignore[no-untyped-def]
+        return Constant.apply(x, read(0)).sin()
+
+    traced = trace(shifted, [Weight("w", (6,))], [torch.zeros(4, 6, requires_grad=True)], driver.run_joint_passes)
+    assert not traced.forward.calls(REDUCE_GRAD)
+    assert len(traced.backward.calls(REDUCE_GRAD)) == 1
