@@ -17,15 +17,11 @@ class LateGuards:
     """Those of the programs of one region.
 
     Args:
-        fixes: is told of one that cannot be looked at before a call, in words.
-
-    Attributes:
-        is_late: whether that is so of all: other regions have run when this one's turn comes.
+        fixes: is told of one that the arguments of neither can tell, in words.
     """
 
     def __init__(self, fixes: Callable[[str], None]) -> None:
         self._fixes = fixes
-        self.is_late = False
         self._places = {backward: SymbolPlaces() for backward in (False, True)}
         self._guards: list[Any] = []
         self._known: dict[tuple[bool, int, tuple[int | None, ...]], str] = {}
@@ -46,7 +42,7 @@ class LateGuards:
 
     def _add(self, guard: Any) -> None:
         self._guards.append(guard)
-        if self.is_late or not guard.free_symbols <= self._places[False].symbols:
+        if not any(guard.free_symbols <= places.symbols for places in self._places.values()):
             self._fixes(_said(guard))
 
     def failed(self, args: Sequence[Any], backward: bool = False) -> str:

@@ -12,7 +12,7 @@ from graphshard.runtime.region_lowering import RegionLowering
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention
 from graphshard.state.holdings import Holdings
-from graphshard.state.marked_graph import MarkedGraph, Program
+from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
 from graphshard.state.shards import Shard
 
 
@@ -71,10 +71,11 @@ class ProgramRunner:
 
     def _run(self, program: Program, binding: Binding, args: list[Any], extra: list[Any]) -> list[Any]:
         runtime, convention = self._lowering.runtime, program.convention
+        run = self._code(program, args)
         taken = [*args, *extra]
         args.clear()  # the program frees what forward saved as it goes
         extra.clear()
-        results = list(run_program(runtime.context.name, program.record, program.run, taken, binding.shards))
+        results = list(run_program(runtime.context.name, program.record, run, taken, binding.shards))
         program.record.runs += 1
         if (executed := runtime.context.executed) is not None:
             executed.ran(program.record, binding.shards)
@@ -88,6 +89,18 @@ class ProgramRunner:
                 shards[slot].stay_post_forward(shard)
                 active.add(shards[slot].unit)
         return results
+
+    def _code(self, program: Program, args: list[Any]) -> BoxedCallable:
+        """What runs with such arguments."""
+        guards, runtime = self._lowering.guards, self._lowering.runtime
+        if program.as_it_is is None or not (failed := guards.failed(args, program.record.direction == "backward")):
+            return program.run
+        runtime.context.report.say_once(
+            f"{failed}: a program for others, as behind a graph break or in the backward of one of several forwards, "
+            "runs as it is"
+        )
+        runtime.capture_each_size(failed)
+        return program.as_it_is()
 
 
 def _take(shard: Shard, grad: Tensor, place: tuple[int, int], convention: CallingConvention, shared: bool) -> None:

@@ -66,7 +66,6 @@ class ProgramSelection:
         self._lowering = lowering
         self._broken = broken
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._for_any_size: dict[int, Program] = {}  # by what is compiled for some
         self._dead: dict[tuple[str, frozenset[str], bool], frozenset[int]] = {}
         self._usual: dict[str, float] = {}  # how many parts of it used each parameter where it was followed
         self.backward_graph: MarkedGraph | None = None
@@ -133,22 +132,6 @@ class ProgramSelection:
         undefined = undefined if dead else frozenset()
         program = self.program(graph, binding, states, undefined, asked.inputs_only, forward=asked.forward)
         return SelectedBackward(binding, states, program, behind, split, split - asked.units_again)
-
-    def for_any_size(self, graph: MarkedGraph, selected: SelectedBackward, asked: BackwardRequest) -> Program:
-        """What sends the same, and computes it as it is."""
-        compiled, lower = selected.program, self._lowering.lower
-        if (found := self._for_any_size.get(id(compiled))) is None:
-            found = self._for_any_size[id(compiled)] = lower(
-                graph,
-                selected.binding,
-                compiled.convention,
-                state_text(selected.binding, selected.states, True, asked.forward),
-                True,
-                compiled.contract,
-                forward=asked.forward,
-                compiled=False,
-            )
-        return found
 
     def behind_backward(self, selected: SelectedBackward) -> None:
         """Reduces what the program has left, and frees what was gathered for it."""

@@ -74,7 +74,6 @@ class Region:
         self._slot_named: dict[str, int] = {}
         self._lowering = RegionLowering(runtime, number, positions, bodies)
         self._runner = ProgramRunner(self._lowering)
-        self._lowering.guards.is_late = broken
         self._selection = ProgramSelection(self._lowering, broken)
         self.parts = PartPrograms(self._runner, self._lowering)
         self.calls = Calls(runtime.holdings.calls, runtime.holdings.split.units, number)
@@ -157,7 +156,8 @@ class Region:
     # -- run time
 
     def _run_forward(self, graph: MarkedGraph, args: list[Any]) -> Any:
-        if failed := self._lowering.guards.failed(args):
+        # Where other code of the forward has run, the call cannot be made again (see `ProgramRunner`).
+        if not self._broken and (failed := self._lowering.guards.failed(args)):
             raise SizesDiffer(f"{failed}, and a call has others")
         runtime, binding = self._lowering.runtime, self._runner.bind(graph, args)
         holdings, follower = runtime.holdings, runtime.follower
@@ -237,15 +237,7 @@ class Region:
             reached = undefined if dead else frozenset()
             return self.parts.backward(graph, binding, args, followed, asked, dead, reached)
         selected = self._selection.before_backward(graph, binding, asked, dead, undefined)
-        program = selected.program
-        if graph.direction == "backward" and not graph.part and (failed := self._lowering.guards.failed(args, True)):
-            runtime = self._lowering.runtime
-            runtime.context.report.say_once(
-                f"{failed}: a backward of others, as of one of several forwards, runs as it is"
-            )
-            runtime.capture_each_size(failed)
-            program = self._selection.for_any_size(graph, selected, asked)
-        results = self._runner.run(program, binding, args)
+        results = self._runner.run(selected.program, binding, args)
         self._selection.behind_backward(selected)
         return results
 

@@ -50,6 +50,7 @@ from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.artifacts import show_program
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
+from graphshard.runtime.any_size import as_it_is
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention, post_forward_ref, usual_flags
@@ -211,7 +212,6 @@ class RegionLowering:
         contract: Contract | None = None,
         held_bytes: int = 0,
         forward: Binding | None = None,
-        compiled: bool = True,
     ) -> Program:
         """Makes a program.
 
@@ -224,7 +224,6 @@ class RegionLowering:
             contract: that it realises; None: it is asked for, or made.
             held_bytes: that are held for other programs while it runs.
             forward: of a backward, the shards of its forward.
-            compiled: False: what it computes runs as it is.
         """
         context, flags = self.runtime.context, convention.flags
         what = f"the {graph.direction} of region {self.number}"
@@ -243,7 +242,9 @@ class RegionLowering:
             for line in lowered.unchecked:
                 context.report.note_once(line)
             start = time.perf_counter()
-            run = self._compile(graph, lowered, late, self._bodies if compiled else None)
+            # The second half of a backward is given other arguments than those that tell sizes.
+            any_size = None if self._bodies is None or graph.part == "weights" else as_it_is(lowered.gm)
+            run = self._compile(graph, lowered, late)
             record = ProgramRecord(
                 self.number,
                 graph.direction,
@@ -262,7 +263,7 @@ class RegionLowering:
             log.info("graphshard: %s: passes %.1f s, compiled in %.1f s", title, record.passes_s, record.compile_s)
             plan = partial(explained_text, record, context.planning)
             show_program(context.name, title, record, context.report, plan)
-            return Program(without_alias_check(run, lowered.gm), record, convention, contract)
+            return Program(without_alias_check(run, lowered.gm), record, convention, contract, any_size)
 
     def _title(self, graph: MarkedGraph) -> str:
         """Name of the next program, for dumps."""
@@ -270,15 +271,15 @@ class RegionLowering:
         number = sum(record.region == self.number for record in context.report.programs)
         return f"{context.name}.region{self.number}.{number}.{graph.direction}{graph.part and '_' + graph.part}"
 
-    def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool, bodies: Bodies | None) -> BoxedCallable:
+    def _compile(self, graph: MarkedGraph, lowered: Lowered, late: bool) -> BoxedCallable:
         """Code of a lowered graph. `late`: the compilation of the region is over."""
         runnable = with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
-            if bodies is None:
+            if self._bodies is None:
                 run: BoxedCallable = boxed_graph(runnable)
             else:
                 say = self.runtime.context.report.say_once
-                run = bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)
+                run = self._bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)
         if not late:
             hide_results(len(output_args(lowered.gm.graph)) - graph.num_results)
         return run

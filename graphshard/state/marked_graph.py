@@ -65,12 +65,14 @@ class Program:
         record: of it.
         convention: its extra arguments and results.
         contract: that all ranks have for it; None: it has no peers.
+        as_it_is: what it computes, not compiled, for sizes that `run` is not made for; None: it has no others.
     """
 
     run: BoxedCallable
     record: ProgramRecord
     convention: CallingConvention
     contract: Contract | None = None
+    as_it_is: Callable[[], BoxedCallable] | None = None
 
 
 @dataclass

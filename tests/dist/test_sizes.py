@@ -26,6 +26,13 @@ class Convolution(nn.Module):
         return x + self.conv(self.norm(x)).relu()
 
 
+class Broken(Convolution):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +65,14 @@ def test_each_size_is_captured_by_itself_where_a_program_is_for_one_alone(
     said = several_lengths(run, block)
     if not run.is_reference:
         assert ("a program is compiled for sizes with" in said) == (block is Convolution and TAKES_SIZES)
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR, allow_eager=("",))
+def test_program_behind_a_graph_break_that_is_for_other_sizes_runs_as_it_is(run: TrainingRun) -> None:
+    said = several_lengths(run, Broken)
+    assert (
+        run.is_reference or ("runs as it is" in said and "each size is captured by itself" in said) or not TAKES_SIZES
+    )
 
 
 @training_test(backends=("inductor",), tolerance=INDUCTOR, allow_eager=("a program is compiled for sizes with",))

@@ -38,13 +38,22 @@ def test_guards_of_a_running_compilation_are_dynamos() -> None:
     assert guards.failed([torch.ones(5, 6)]) == ""
 
 
-@pytest.mark.parametrize("is_late", [True, False])
-def test_guard_that_no_call_can_look_at_is_told_at_once(is_late: bool) -> None:
+def test_guard_that_no_arguments_tell_is_told_at_once() -> None:
     value, mode = traced()
     told = list[str]()
     guards = LateGuards(told.append)
-    guards.is_late = is_late
-    guards.bind([value] if is_late else [])
+    guards.bind([])
     with guards.noticed(mode):
         assert value.shape[0] == 4
     assert len(told) == 1 and "4" in told[0]
+
+
+def test_guard_that_only_arguments_of_a_backward_tell_is_looked_at_there() -> None:
+    value, mode = traced()
+    guards = LateGuards(lambda guard: pytest.fail(guard))
+    guards.bind([])
+    guards.bind([value], backward=True)
+    with guards.noticed(mode):
+        assert value.shape[0] == 4
+    assert guards.failed([]) == ""
+    assert "4" in guards.failed([torch.ones(5, 6)], backward=True)

@@ -124,7 +124,7 @@ OF_MEMORY = (
     Mutation(
         "what a late program takes for granted of sizes is not looked at",
         "graphshard/runtime/region.py",
-        "if failed := self._lowering.guards.failed(args):",
+        "if not self._broken and (failed := self._lowering.guards.failed(args)):",
         'if failed := "":',
         ("tests/dist/test_sizes.py", "-k", "Convolution"),
     ),
@@ -136,10 +136,10 @@ OF_MEMORY = (
         ("tests/dist/test_sizes.py", "-k", "Convolution"),
     ),
     Mutation(
-        "a backward runs for other sizes than it is compiled for",
-        "graphshard/runtime/region.py",
-        "program = self._selection.for_any_size(graph, selected, asked)",
-        "pass",
+        "a program runs for other sizes than it is compiled for",
+        "graphshard/runtime/program_runner.py",
+        "        return program.as_it_is()",
+        "        return program.run",
         ("tests/dist/test_sizes.py", "-k", "runs_as_it_is"),
     ),
     Mutation(
