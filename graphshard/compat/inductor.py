@@ -168,11 +168,20 @@ def compile_body(gm: GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any])
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     kwargs = {name: value for name, value in kwargs.items() if name != "static_input_idxs"}
     with _apart():
-        code = compile_graph_inductor(gm, inputs, kwargs)
+        code = compile_graph_inductor(gm, [*map(_by_its_symbol, inputs)], kwargs)
     values = [node.meta.get("val") if isinstance(node, Node) else None for node in output.args[0]]
     given: Sequence[Any] = getattr(code, "output_strides", [None] * len(values))  # none: the graph calls nothing
     others = other_strides(given, values)
     return InStrides(code, others, inputs) if others else code
+
+
+def _by_its_symbol(value: Any) -> Any:
+    """A size whose symbol has turned out to be equal to another one, by that one: Inductor has arguments define the
+    symbols that they came with, and a part of a program may have no tensor that defines the other.
+    """
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
 
 
 def with_whole_libraries(compiled: Callable[[], Any]) -> Any:

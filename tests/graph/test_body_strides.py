@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.compat.body_strides import InStrides, StridesUnknown, other_strides
 from graphshard.compat.inductor import compile_body
@@ -51,3 +54,24 @@ def test_strides_that_depend_on_sizes_are_those_of_each_call() -> None:
         assert got.stride() == (width, 1)
     with pytest.raises(StridesUnknown):
         InStrides(lambda args: args, others, [value])
+
+
+def test_body_is_given_a_symbol_that_has_turned_out_to_be_another() -> None:
+    new = random.random()  # nothing in Inductor's cache
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), static_shapes=False)  # type: ignore[no-untyped-call]
+    lengths = [mode.from_tensor(torch.ones(4, 8)).shape[0] for _ in range(2)]
+    assert lengths[0] == lengths[1]
+    (came,) = (length for length in lengths if length.node._expr != length.node.expr)
+    graph = Graph()
+    flat, length = graph.placeholder("flat"), graph.placeholder("length")
+    with mode:
+        length.meta["val"], flat.meta["val"] = came, torch.ones(2 * came, 8)
+        view = graph.call_function(torch.ops.aten.view.default, (flat, [2, length, 8]))
+        result = graph.call_function(torch.ops.aten.mul.Tensor, (view, new))
+        view.meta["val"] = flat.meta["val"].view(2, came, 8)
+        result.meta["val"] = view.meta["val"] * new
+    graph.output((result,))
+    with tracing(TracingContext(mode)):
+        run = compile_body(GraphModule({}, graph), [flat.meta["val"], came], {"is_backward": False})
+    given = torch.rand(10, 8)
+    torch.testing.assert_close(run([given, 5])[0], given.view(2, 5, 8) * new)

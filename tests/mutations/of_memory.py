@@ -143,6 +143,13 @@ OF_MEMORY = (
         ("tests/dist/test_sizes.py", "-k", "runs_as_it_is"),
     ),
     Mutation(
+        "a part of a program is given a size by a symbol that is none any more",
+        "graphshard/compat/inductor.py",
+        "[*map(_by_its_symbol, inputs)]",
+        "inputs",
+        ("tests/graph/test_body_strides.py", "-k", "turned_out"),
+    ),
+    Mutation(
         "a program keeps the strides that Inductor has changed",
         "graphshard/lowering/bodies.py",
         "undivided(gm.graph) or _in_other_strides(gm, inputs)",
