@@ -17,13 +17,17 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)  # noqa: SLF001
 
 
 def as_it_is(gm: GraphModule) -> Callable[[], BoxedCallable] | None:
-    """A lowered program that runs as it is, made of `gm` when it is first called for. None: its sizes are numbers."""
+    """Makes, once, a lowered program that runs as it is. None: its sizes are numbers."""
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
     if not any(isinstance(size, SymInt) for size in sizes):
         return None
-    graph = copy_graph(gm)
-    for node in graph.nodes:
-        if node.target in _VIEWS:  # what a compiled forward has saved may have other strides
-            node.target = aten.reshape.default
-    return cache(lambda: boxed_graph(module_of(gm, graph)))
+
+    def made() -> BoxedCallable:
+        graph = copy_graph(gm)
+        for node in graph.nodes:
+            if node.target in _VIEWS:  # what a compiled forward has saved may have other strides
+                node.target = aten.reshape.default
+        return boxed_graph(module_of(gm, graph))
+
+    return cache(made)
