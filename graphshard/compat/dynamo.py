@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel, sdpa_kernel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from graphshard.compat.inductor import copy_graph
 from graphshard.compat.once_logs import OnceLogs
@@ -81,6 +82,15 @@ def boxed_graph(gm: GraphModule) -> Callable[[list[Any]], Any]:
     gm.recompile()
     run: Callable[[list[Any]], Any] = gm.forward  # without the five calls of a module around it
     return run
+
+
+def without_dynamic_marks(*values: Any) -> None:
+    """Takes off tensors the marks of sizes that were symbols in the graph which they come from: each capture would make
+    symbols of them, also with `dynamic=False`.
+    """
+    for value in tree_leaves(values):
+        if hasattr(value, "_dynamo_propagated_dynamic_indices"):  # since torch 2.13
+            del value._dynamo_propagated_dynamic_indices
 
 
 def uncaptured(function: C) -> C:

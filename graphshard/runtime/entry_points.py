@@ -16,7 +16,12 @@ from torch.fx import GraphModule
 from graphshard.capture import marked_classes
 from graphshard.capture.entry_code import entry_point
 from graphshard.capture.marking import hook_keys, shared_code_key
-from graphshard.compat.dynamo import BackendCompilerFailed, TorchDynamoException, capture_settings
+from graphshard.compat.dynamo import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    capture_settings,
+    without_dynamic_marks,
+)
 from graphshard.compat.interpreter import with_room
 from graphshard.compat.modules import child_modules
 from graphshard.compat.recorded_outputs import register_recorders
@@ -131,12 +136,14 @@ class EntryPoints:
                     if self._forward.regions_run != runs:
                         raise SizesDiffer(f"{differ}; want dynamic=False") from None
                     self.capture_each_size(str(differ))
+                    without_dynamic_marks(args, kwargs)
                 except BackendCompilerFailed as error:
                     failed = error.inner_exception
                     if not isinstance(failed, SymbolicTraceFailed) or self._forward.regions_run != runs:
                         raise
                     if self._dynamic is not None or not self._make_static(module, kind, method, failed):
                         raise
+                    without_dynamic_marks(args, kwargs)
                 return with_room(self._function(module, kind, method), module, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, (PlanMismatch, BudgetTooSmall, RanksDiffer, UnsupportedModel)):

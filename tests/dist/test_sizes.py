@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import models
 import pytest
 import torch
@@ -44,9 +46,9 @@ class Attention(nn.Module):
         return x + self.out(attended).transpose(1, 2)
 
 
-def several_lengths(run: TrainingRun, block: type[nn.Module]) -> str:
+def several_lengths(run: TrainingRun, block: type[nn.Module], **kwargs: Any) -> str:
     """Trains with others in each step, and on each rank; returns the report."""
-    model = run.shard(nn.Sequential(nn.Conv1d(3, DIM, 1, bias=False), block(), block()))
+    model = run.shard(nn.Sequential(nn.Conv1d(3, DIM, 1, bias=False), block(), block()), **kwargs)
 
     def loss(model: nn.Module, run: TrainingRun, index: int) -> Tensor:
         inputs = torch.randn(2, 3, 12 + 3 * index + run.rank, generator=models.generator(index, run.rank))
@@ -65,6 +67,12 @@ def test_each_size_is_captured_by_itself_where_a_program_is_for_one_alone(
     said = several_lengths(run, block)
     if not run.is_reference:
         assert ("a program is compiled for sizes with" in said) == (block is Convolution and TAKES_SIZES)
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_region_is_captured_for_one_size_alone_behind_one_that_is_for_all(run: TrainingRun) -> None:
+    said = several_lengths(run, Convolution, regions="unit")
+    assert run.is_reference or "each size is captured by itself" in said or not TAKES_SIZES
 
 
 @training_test(backends=("inductor",), tolerance=INDUCTOR, allow_eager=("",))

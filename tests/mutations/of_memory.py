@@ -143,6 +143,13 @@ OF_MEMORY = (
         ("tests/dist/test_sizes.py", "-k", "runs_as_it_is"),
     ),
     Mutation(
+        "what comes of a graph for all sizes keeps its marks",
+        "graphshard/compat/dynamo.py",
+        "            del value._dynamo_propagated_dynamic_indices\n",
+        "            pass\n",
+        ("tests/dist/test_sizes.py", "-k", "for_one_size_alone"),
+    ),
+    Mutation(
         "a part of a program is given a size by a symbol that is none any more",
         "graphshard/compat/inductor.py",
         "[*map(_by_its_symbol, inputs)]",
