@@ -16,8 +16,8 @@ from graphshard.state.marked_graph import BoxedCallable
 _VIEWS = (aten.view.default, aten._unsafe_view.default)  # noqa: SLF001
 
 
-def as_it_is(gm: GraphModule) -> Callable[[], BoxedCallable] | None:
-    """Makes, once, a lowered program that runs as it is. None: its sizes are numbers."""
+def for_any_size(gm: GraphModule) -> Callable[[], BoxedCallable] | None:
+    """What makes, once, code that runs a lowered program as it is. None: all of its sizes are numbers."""
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
     if not any(isinstance(size, SymInt) for size in sizes):

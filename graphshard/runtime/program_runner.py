@@ -93,14 +93,14 @@ class ProgramRunner:
     def _code(self, program: Program, args: list[Any]) -> BoxedCallable:
         """What runs with such arguments."""
         guards, runtime = self._lowering.guards, self._lowering.runtime
-        if program.as_it_is is None or not (failed := guards.failed(args, program.record.direction == "backward")):
+        if program.for_any_size is None or not (failed := guards.failed(args, program.record.direction == "backward")):
             return program.run
         runtime.context.report.say_once(
             f"{failed}: a program for others, as behind a graph break or in the backward of one of several forwards, "
             "runs as it is"
         )
         runtime.capture_each_size(failed)
-        return program.as_it_is()
+        return program.for_any_size()
 
 
 def _take(shard: Shard, grad: Tensor, place: tuple[int, int], convention: CallingConvention, shared: bool) -> None:

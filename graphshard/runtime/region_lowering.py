@@ -50,7 +50,7 @@ from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.artifacts import show_program
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
-from graphshard.runtime.any_size import as_it_is
+from graphshard.runtime.any_size import for_any_size
 from graphshard.runtime.model_runtime import ModelRuntime
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention, post_forward_ref, usual_flags
@@ -243,7 +243,7 @@ class RegionLowering:
                 context.report.note_once(line)
             start = time.perf_counter()
             # The second half of a backward is given other arguments than those that tell sizes.
-            any_size = None if self._bodies is None or graph.part == "weights" else as_it_is(lowered.gm)
+            for_sizes = None if self._bodies is None or graph.part == "weights" else for_any_size(lowered.gm)
             run = self._compile(graph, lowered, late)
             record = ProgramRecord(
                 self.number,
@@ -263,7 +263,7 @@ class RegionLowering:
             log.info("graphshard: %s: passes %.1f s, compiled in %.1f s", title, record.passes_s, record.compile_s)
             plan = partial(explained_text, record, context.planning)
             show_program(context.name, title, record, context.report, plan)
-            return Program(without_alias_check(run, lowered.gm), record, convention, contract, any_size)
+            return Program(without_alias_check(run, lowered.gm), record, convention, contract, for_sizes)
 
     def _title(self, graph: MarkedGraph) -> str:
         """Name of the next program, for dumps."""

@@ -65,14 +65,14 @@ class Program:
         record: of it.
         convention: its extra arguments and results.
         contract: that all ranks have for it; None: it has no peers.
-        as_it_is: what it computes, not compiled, for sizes that `run` is not made for; None: it has no others.
+        for_any_size: makes code of the same, not compiled, for sizes that `run` is not made for; None: there are none.
     """
 
     run: BoxedCallable
     record: ProgramRecord
     convention: CallingConvention
     contract: Contract | None = None
-    as_it_is: Callable[[], BoxedCallable] | None = None
+    for_any_size: Callable[[], BoxedCallable] | None = None
 
 
 @dataclass

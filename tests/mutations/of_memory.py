@@ -138,7 +138,7 @@ OF_MEMORY = (
     Mutation(
         "a program runs for other sizes than it is compiled for",
         "graphshard/runtime/program_runner.py",
-        "        return program.as_it_is()",
+        "        return program.for_any_size()",
         "        return program.run",
         ("tests/dist/test_sizes.py", "-k", "runs_as_it_is"),
     ),
