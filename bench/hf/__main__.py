@@ -86,7 +86,8 @@ def main() -> int:
     for name in chosen:
         say_progress(name)
         one = Asked(name, options.plan, options.backend, options.as_shipped)
-        rows.append(compare(one, NUM_RANKS, TIMEOUT_S))
+        rows.append(row := compare(one, NUM_RANKS, TIMEOUT_S))
+        say_progress("  ".join(row.cells()))  # a run of all takes hours, and may be ended before its table
     say(
         f"torch {machine.torch_version}, transformers {version('transformers')}, Python {machine.python_version}; "
         f"{NUM_RANKS} gloo ranks, backend {options.backend}, plan {options.plan}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bench.hf.compared import Asked, Outcome, sharded, told, unsharded
 from bench.hf.models import Case
+from bench.hf.unprepared import check_size
 from graphshard.testing import RankFailed, pool
 
 # What `compare_tensors` says of the element that is farthest.
@@ -63,6 +64,7 @@ class Row:
 def compare(asked: Asked, num_ranks: int, timeout_s: float) -> Row:
     """Runs both comparisons of a model on ranks, unless it cannot be built."""
     try:
+        check_size(asked.case)
         asked.build()
     except ImportError as error:
         return Row(asked.case, error.name or str(error).strip().splitlines()[0])

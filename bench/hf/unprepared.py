@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 from bench.hf.models import CLASSES, HEADS, IMAGE, LAYERS, PATCH, VOCABULARY, WIDTH, Case, image_batch, padded_batch
 
+MAX_ELEMENTS = 20_000_000
 # (size, what has it).
 _SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (VOCABULARY, ("vocab_size", "max_position_embeddings", "n_positions")),
@@ -51,13 +54,33 @@ def is_class(name: str) -> bool:
 
 def case_of(name: str) -> Case:
     """A class in a small configuration, which it may refuse."""
-    small: dict[str, Any] = {field: size for size, fields in _SIZES for field in fields}
-    small |= dict.fromkeys(_RATES, 0.0) | {"use_cache": False}
     try:
         cls: Any = getattr(importlib.import_module("transformers"), name)
-        shipped = cls.config_class()
-        settings = {field: value for field, value in small.items() if hasattr(shipped, field)}
+        settings = _small(cls.config_class())
     except Exception:  # it needs a package, arguments, or more: building it says what
         return Case(name, name, "", {})
     batch = image_batch if "ImageClassification" in name else padded_batch
     return Case(name, name, cls.config_class.__name__, settings, batch)
+
+
+def check_size(case: Case) -> None:
+    """Raises:
+    ValueError: nothing made the configuration small, and what ranks hold of the model might not fit into memory.
+    """
+    try:
+        with torch.device("meta"):
+            elements = sum(parameter.numel() for parameter in case.build().parameters())
+    except Exception:  # it reads values of tensors, or cannot be built at all: building it with data says what
+        return
+    if elements > MAX_ELEMENTS:
+        raise ValueError(f"parameters have {elements} elements, more than {MAX_ELEMENTS}: no usual name makes it small")
+
+
+def _small(shipped: Any) -> dict[str, Any]:
+    """What makes a configuration small, those inside it included."""
+    small: dict[str, Any] = {field: size for size, fields in _SIZES for field in fields}
+    small |= dict.fromkeys(_RATES, 0.0) | {"use_cache": False}
+    settings = {field: value for field, value in small.items() if hasattr(shipped, field)}
+    base = importlib.import_module("transformers").PretrainedConfig
+    inside = {field: value for field, value in vars(shipped).items() if isinstance(value, base)}
+    return settings | {field: type(value)(**_small(value)) for field, value in inside.items()}
