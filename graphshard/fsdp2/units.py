@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
+from graphshard.compat.groups import register_work
 from graphshard.fsdp2.params import ShardedParam
 from graphshard.fsdp2.settings import DEFAULT_SETTINGS, UnitSettings
 
@@ -221,7 +222,10 @@ class Unit:
     # -- what users supplied (see `user_comms`)
 
     def all_gather(self, flat: Tensor, world_size: int) -> Tensor:
-        """`[n]` of this rank -> `[W * n]`, by the user's all-gather; its input is a part of its output, as FSDP2's."""
+        """`[n]` of this rank -> `[W * n]`, by the user's all-gather; its input is a part of its output, as FSDP2's.
+
+        `wait_tensor` waits for what is under way.
+        """
         comm, group = self._raw._all_gather_comm, self._raw.mesh_info.shard_process_group
         if world_size != group.size():
             group = self._raw.post_forward_mesh_info.shard_process_group
@@ -229,16 +233,17 @@ class Unit:
         full: Tensor = comm.allocate((numel * world_size,), dtype=flat.dtype, device=flat.device)
         own = full.narrow(0, numel * group.rank(), numel)
         own.copy_(flat)
-        _finish(comm(output_tensor=full, input_tensor=own, group=group, async_op=False))
+        _let_wait(full, comm(output_tensor=full, input_tensor=own, group=group, async_op=_is_torchs(comm)))
         return full
 
     def reduce_scatter(self, flat: Tensor, op: str) -> Tensor:
-        """`[W * n]` -> `[n]` of this rank, by the user's reduce-scatter."""
+        """`[W * n]` -> `[n]` of this rank, by the user's reduce-scatter, likewise."""
         comm, group = self._raw._reduce_scatter_comm, self._raw._reduce_scatter_process_group
         whole = comm.allocate((flat.numel(),), dtype=flat.dtype, device=flat.device)
         whole.copy_(flat)
         reduced: Tensor = comm.allocate((flat.numel() // group.size(),), dtype=flat.dtype, device=flat.device)
-        _finish(comm(output_tensor=reduced, input_tensor=whole, group=group, op=_OPERATORS[op]))
+        options = {"async_op": True} if _is_torchs(comm) else {}
+        _let_wait(reduced, comm(output_tensor=reduced, input_tensor=whole, group=group, op=_OPERATORS[op], **options))
         return reduced
 
     def hook_all_reduce(self, reduced: Tensor) -> None:
@@ -250,6 +255,16 @@ def _is_default(communication: object) -> bool:
     return communication is None or type(communication).__name__ in ("DefaultAllGather", "DefaultReduceScatter")
 
 
-def _finish(work: Any) -> None:
-    if work is not None:
+def _is_torchs(communication: object) -> bool:
+    """Whether it is of torch itself, with other memory. One of a user's own may change what it has sent or received,
+    and is asked to be done with that, as by FSDP2.
+    """
+    return type(communication).__module__.startswith("torch.")
+
+
+def _let_wait(result: Tensor, work: Any) -> None:
+    """Lets `wait_tensor(result)` wait for a work of torch's; one of another kind is awaited here."""
+    if isinstance(work, dist.Work):
+        register_work(result, work)
+    elif work is not None:
         work.wait()

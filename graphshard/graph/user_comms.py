@@ -2,7 +2,9 @@
 `set_all_reduce_hook`.
 
 What a user supplies is Python, so a program calls it through an operator, by the key of its unit: keys are equal on all
-ranks and programs hold no Python objects. The call is synchronous; all else of the bucket is compiled.
+ranks and programs hold no Python objects. What a user wrote is called to be done; what torch has, with other memory
+(`set_allocate_memory_from_process_group_for_comm`, `set_symm_mem_for_comm`), is awaited where any other collective is.
+All else of the bucket is compiled.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import models
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
 import graphshard
+from graphshard.fsdp2 import units
 from graphshard.testing import Bitwise, TrainingRun, training_test
 
 BITWISE = Bitwise(equal_zeros="a sum with a zero term loses the sign of zero")
@@ -172,6 +174,16 @@ def test_one_unit_has_collectives_of_its_own(run: TrainingRun) -> None:
     sizes = [size for kind, size in gather.seen if kind == "gather"]  # a backward may gather what it reads alone
     assert max(sizes) == sizes[0] == sum(p.numel() for p in models.Mlp().parameters()) // 2
     run.note("reduced", [call for call in scatter.seen if call[0] != "allocate"])
+
+
+@training_test(tolerance=BITWISE)
+def test_torchs_own_collectives_with_other_memory_are_awaited_where_they_are_needed(run: TrainingRun) -> None:
+    model = run.shard(models.mlps(2), units=[models.Mlp])
+    with patch.object(units, "register_work", wraps=units.register_work) as under_way:
+        train(run, model, [each("set_allocate_memory_from_process_group_for_comm", True)])
+    if not run.is_reference:
+        assert {work.args[1] is not None for work in under_way.mock_calls} == {True}
+        assert under_way.call_count >= 3 * (1 + 1)  # of each unit, a gather and a reduction
 
 
 class Branches(nn.Module):

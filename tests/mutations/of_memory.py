@@ -163,4 +163,11 @@ OF_MEMORY = (
         "undivided(gm.graph)",
         ("tests/graph/test_stretches.py", "-k", "other_strides"),
     ),
+    Mutation(
+        "collectives of torch's own with other memory are done before a program goes on",
+        "graphshard/fsdp2/units.py",
+        "async_op=_is_torchs(comm))",
+        "async_op=False)",
+        ("tests/dist/test_reductions.py", "-k", "other_memory"),
+    ),
 )
