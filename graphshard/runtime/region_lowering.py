@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule
 
 from graphshard.agree.contract import Contract, contract_of
 from graphshard.compat.dispatch import without_alias_check
-from graphshard.compat.dynamo import boxed_graph
 from graphshard.compat.inductor import argument_position, generated_code
 from graphshard.compat.interpreter import roomy, without_collection
 from graphshard.compat.late_guards import LateGuards
@@ -50,8 +49,8 @@ from graphshard.planning.planning import RegionPlanning
 from graphshard.reporting.artifacts import show_program
 from graphshard.reporting.measuring import communication_facts
 from graphshard.reporting.report import ProgramRecord
-from graphshard.runtime.any_size import for_any_size
 from graphshard.runtime.model_runtime import ModelRuntime
+from graphshard.runtime.plain_code import for_any_size, plain_code
 from graphshard.state.binding import Binding
 from graphshard.state.calling_convention import CallingConvention, post_forward_ref, usual_flags
 from graphshard.state.marked_graph import BoxedCallable, MarkedGraph, Program
@@ -276,7 +275,7 @@ class RegionLowering:
         runnable = with_gather_outputs(lowered.gm)
         with graph.state.resumed() if late and graph.state is not None else nullcontext():
             if self._bodies is None:
-                run: BoxedCallable = boxed_graph(runnable)
+                run = plain_code(runnable)
             else:
                 say = self.runtime.context.report.say_once
                 run = self._bodies.compile_program(runnable, _inputs(graph, runnable), graph.kwargs, say)

@@ -301,6 +301,27 @@ def test_dtype_changes_after_sharding(run: TrainingRun) -> None:
         run.observe(loss, model)
 
 
+class Softplus(nn.Module):
+    """Its gradient comes transposed: the kernel keeps that layout, where torch's tracing foresees a contiguous one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.mix = nn.Linear(models.DIM, 4), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = nn.functional.softplus(self.decay(x)).transpose(1, 2).contiguous()
+        mixed: Tensor = self.mix(decay)
+        return mixed
+
+
+@training_test(tolerance=BITWISE)
+def test_gradient_may_have_other_strides_than_tracing_foresees(run: TrainingRun) -> None:
+    model = run.shard(Softplus())
+    loss = model(torch.randn(2, 6, models.DIM, generator=models.generator(0, run.rank))).square().mean()
+    loss.backward()
+    run.observe(loss, model)
+
+
 @training_test()
 def test_gradients_flow_to_inputs(run: TrainingRun) -> None:
     model = run.shard(Shift())

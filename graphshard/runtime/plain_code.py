@@ -1,4 +1,4 @@
-"""Programs that a compiler has made for some sizes, and that run for others."""
+"""Code that runs a lowered program as it is, operator by operator."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from graphshard.state.marked_graph import BoxedCallable
 _VIEWS = (aten.view.default, aten._unsafe_view.default)  # noqa: SLF001
 
 
+def plain_code(gm: GraphModule) -> BoxedCallable:
+    """Runs a program for any size, with values of any strides: those that tracing foresees are not always those that
+    operators give (softplus's gradient), nor those that a compiled forward has saved.
+    """
+    graph = copy_graph(gm)
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+    return boxed_graph(module_of(gm, graph))
+
+
 def for_any_size(gm: GraphModule) -> Callable[[], BoxedCallable] | None:
-    """What makes, once, code that runs a lowered program as it is. None: all of its sizes are numbers."""
+    """What makes, once, such code of a program that is compiled for some sizes. None: all of its sizes are numbers."""
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,)))
     if not any(isinstance(size, SymInt) for size in sizes):
         return None
-
-    def made() -> BoxedCallable:
-        graph = copy_graph(gm)
-        for node in graph.nodes:
-            if node.target in _VIEWS:  # what a compiled forward has saved may have other strides
-                node.target = aten.reshape.default
-        return boxed_graph(module_of(gm, graph))
-
-    return cache(made)
+    return cache(lambda: plain_code(gm))
