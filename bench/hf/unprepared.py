@@ -23,12 +23,12 @@ _SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts", "n_routed_experts",
     )),
-    (2, ("num_experts_per_tok", "eos_token_id")),
+    (2, ("num_experts_per_tok", "n_group", "eos_token_id")),
     (WIDTH // 2, ("moe_intermediate_size",)),
     (CLASSES, ("num_labels",)),
     (IMAGE, ("image_size",)),
     (PATCH, ("patch_size",)),
-    (1, ("bos_token_id",)),
+    (1, ("topk_group", "n_shared_experts", "bos_token_id")),
     (0, ("pad_token_id", "decoder_start_token_id")),
 )  # fmt: skip
 _RATES = (
@@ -81,6 +81,10 @@ def _small(shipped: Any) -> dict[str, Any]:
     small: dict[str, Any] = {field: size for size, fields in _SIZES for field in fields}
     small |= dict.fromkeys(_RATES, 0.0) | {"use_cache": False}
     settings = {field: value for field, value in small.items() if hasattr(shipped, field)}
+    if "qk_rope_head_dim" in settings:
+        settings.pop("head_dim", None)  # rotary embeddings would have this width
+    if getattr(shipped, "is_encoder_decoder", False):
+        settings |= {"decoder_start_token_id": 0, "pad_token_id": 0}  # some read what they do not have
     base = importlib.import_module("transformers").PretrainedConfig
     inside = {field: value for field, value in vars(shipped).items() if isinstance(value, base)}
     return settings | {field: type(value)(**_small(value)) for field, value in inside.items()}
