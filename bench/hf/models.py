@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, HEADS = 64, 32, 4
@@ -40,6 +41,8 @@ class Case:
         same_path: further settings, with which the class does the same compiled and in eager.
         package: that has the class.
         change: what is made of the model, such as adapters.
+        reads_scalars: whether its forward looks at values of tensors, as whether a text has a place for each image: one
+            graph with ``torch._dynamo.config.capture_scalar_outputs``, which is set then.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Case:
     same_path: Mapping[str, Any] = field(default_factory=dict)
     package: str = "transformers"
     change: Callable[[nn.Module], nn.Module] | None = None
+    reads_scalars: bool = False
 
     def build(self, *, as_shipped: bool = False) -> nn.Module:
         """The model, in training mode.
@@ -58,6 +62,7 @@ class Case:
         Raises:
             ImportError: a package that the class needs is missing.
         """
+        torch._dynamo.config.capture_scalar_outputs = self.reads_scalars  # noqa: SLF001
         package = importlib.import_module(self.package)
         settings = {**self.settings, **({} if as_shipped else self.same_path)}
         cls = getattr(package, self.model)
@@ -232,7 +237,8 @@ CASES = (
     Case("bart-cached", "BartForConditionalGeneration", "BartConfig",
          {**_TOKENS, **_BART, "use_cache": True}, pair_batch),
     Case("llava", "LlavaForConditionalGeneration", "LlavaConfig",
-         {**_LLAVA, "vision_config": _CLIP, "text_config": {**_GROUPED, "model_type": "llama"}}, picture_batch),
+         {**_LLAVA, "vision_config": _CLIP, "text_config": {**_GROUPED, "model_type": "llama"}}, picture_batch,
+         reads_scalars=True),
     Case("unet", "UNet2DConditionModel", "", _UNET, noise_batch, package="diffusers"),
     Case("sd3", "SD3Transformer2DModel", "", _SD3, joint_batch, package="diffusers"),
 )  # fmt: skip

@@ -86,18 +86,25 @@ def saved_tensor_hooks() -> object:
     return hooks
 
 
-def compiled_function_node(outputs: Sequence[Tensor]) -> Any:
-    """The autograd node of the compiled region that produced `outputs`, or None. Views of them are looked through."""
-    found = [node for output in outputs if (node := _behind_views(output.grad_fn)) is not None]
-    return max(found, key=lambda node: node._sequence_nr(), default=None)  # not that of the region before, of an input
+def compiled_function_node(outputs: Sequence[Tensor]) -> tuple[Any, tuple[int, ...]]:
+    """The autograd node of the compiled region that produced `outputs`, or None. Views of them are looked through.
+
+    Returns:
+        The node, and the numbers of those of its outputs that these are, or are views of.
+    """
+    found = [behind for output in outputs if (behind := _behind_views(output)) is not None]
+    node = max((node for node, _ in found), key=lambda node: node._sequence_nr(), default=None)
+    return node, tuple(sorted({number for own, number in found if own is node}))  # not the region before, of an input
 
 
-def _behind_views(node: Any) -> Any:
+def _behind_views(output: Tensor) -> tuple[Any, int] | None:
+    node: Any = output.grad_fn
+    number = output.output_nr
     for _ in range(100):
         if node is None or "CompiledFunction" in type(node).__name__:
-            return node
-        node = node.next_functions[0][0] if node.next_functions else None
-    return None
+            break
+        node, number = node.next_functions[0] if node.next_functions else (None, 0)
+    return None if node is None or "CompiledFunction" not in type(node).__name__ else (node, number)
 
 
 @contextmanager

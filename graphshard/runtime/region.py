@@ -250,8 +250,7 @@ def _gathered_again(forward: MarkedGraph, backward: GraphModule) -> frozenset[in
 
 def _undefined(graph: MarkedGraph, absent: Sequence[bool]) -> frozenset[str]:
     """Tangents without a gradient."""
-    # Results that are views, or inputs that were written, have tangents too: then the zeros that AOTAutograd makes
-    # stay zeros.
+    # Inputs that were written have tangents too: then the zeros that AOTAutograd makes stay zeros.
     if not any(absent) or len(absent) != len(graph.tangents):
         return frozenset()
     return frozenset(name for name, missing in zip(graph.tangents, absent, strict=True) if missing)

@@ -175,17 +175,16 @@ class Calls:
     def watch(self, results: Sequence[Any]) -> None:
         """Watches the autograd node behind a call's results."""
         outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
-        node = compiled_function_node(outputs)
+        node, numbers = compiled_function_node(outputs)
         begun = self._local.__dict__.pop("begun", None)
         if node is not None:
-            numbers = sorted({t.output_nr for t in outputs if t.grad_fn is node})
             binding, entry, role, is_part = begun or (Binding(()), Entry(), None, False)
             call = Call(binding, entry, role, node, is_part)
             self._live.add(call)
             node.register_prehook(partial(self._before_backward, numbers, call))
 
     @uncaptured  # backward may run in a forward that Dynamo watches: forces are gradients
-    def _before_backward(self, numbers: list[int], call: Call, grads: Sequence[Tensor | None]) -> None:
+    def _before_backward(self, numbers: Sequence[int], call: Call, grads: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward: got create_graph=True for compiled region {self._region}: gradients of gradients are "

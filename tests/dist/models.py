@@ -296,6 +296,22 @@ class TwoHeads(nn.Module):
         return {"main": self.main(h), "auxiliary": (self.auxiliary(h), h)}
 
 
+class Views(nn.Module):
+    """Outputs that are views of what it computes, two of one tensor; the loss uses none of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+        self.main, self.halves = nn.Linear(DIM, 6), nn.Linear(DIM, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = torch.tanh(self.body(x))
+        first, second = self.halves(h).chunk(2, 1)
+        unused = self.unused(h)
+        rest = second, unused[:, 1:], unused[:, :1], h[1:]
+        return {"main": torch.cat([self.main(h)[:, 1:], first], 1), "rest": rest}
+
+
 def main_loss(output: Any) -> Tensor:
     loss: Tensor = output["main"].square().mean()
     return loss

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers": {"build": models.Buffered, "inputs": models.features},
     "nested": {"build": models.Nested, "inputs": models.nested_inputs},
     "unused_output": {"build": models.TwoHeads, "inputs": models.features, "loss": models.main_loss},
+    "unused_views": {"build": models.Views, "inputs": models.features, "loss": models.main_loss},
     "growing_batch": {"build": models.ReadThrice, "inputs": models.growing_features},
     "graph_breaks": {"build": models.Broken, "inputs": models.features, "expect_collectives": None},
     "unlike_blocks": {"build": models.unlike_blocks, "inputs": models.features},

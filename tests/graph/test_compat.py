@@ -148,7 +148,8 @@ def test_node_of_a_compiled_region_is_found_behind_heads_of_attention() -> None:
 
     x = torch.ones(2, 5, 8, requires_grad=True)
     for result in torch.compile(heads, backend="aot_eager")(x):
-        assert compiled_function_node([result]) is not None
+        node, numbers = compiled_function_node([result])
+        assert node is not None and len(numbers) == 1
 
 
 def test_node_of_a_compiled_region_is_found_behind_views() -> None:
@@ -159,13 +160,13 @@ def test_node_of_a_compiled_region_is_found_behind_views() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     compiled = torch.compile(f, backend="aot_eager")
     first, second = compiled(x)
-    for result in (first, second):
-        node = compiled_function_node([result])
-        assert node is not None and "CompiledFunction" in type(node).__name__
-    assert compiled_function_node([x.sin()]) is None
+    for number, result in enumerate((first, second)):
+        node, numbers = compiled_function_node([result])
+        assert "CompiledFunction" in type(node).__name__ and numbers == (number,)
+    assert compiled_function_node([x.sin()]) == (None, ())
     # What is handed on from a region before does not hide the node.
     later, _ = compiled(first)
-    assert compiled_function_node([first, later]) is compiled_function_node([later]) is not node
+    assert compiled_function_node([first, later])[0] is compiled_function_node([later])[0] is not node
 
 
 def test_inline_only_functions_are_inlined_and_never_captured() -> None:

@@ -115,4 +115,18 @@ OF_CAPTURES = (
         "            pass\n",
         ("tests/graph/test_tag_reshard.py", "-k", "what_comes"),
     ),
+    Mutation(
+        "what a method asks a part to record breaks the first graph",
+        "graphshard/compat/recorded_outputs.py",
+        "(module in asked and bool(keys))",
+        "False",
+        ("tests/dist/test_recorded_outputs.py", "-k", "Seeing"),
+    ),
+    Mutation(
+        "outputs that are views are not counted among those that the loss does not use",
+        "graphshard/compat/autograd.py",
+        "        node, number = node.next_functions[0] if node.next_functions else (None, 0)\n",
+        "        break\n",
+        ("tests/dist/test_models.py", "-k", "unused_views"),
+    ),
 )
