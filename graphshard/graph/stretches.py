@@ -20,11 +20,13 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
-from graphshard.graph.ir import LAUNCHES, WAIT, is_call, is_constant, output_args
+from graphshard.graph.ir import LAUNCHES, WAIT, aten, is_call, is_constant, output_args
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What was a symbol until a check said what it is (`torch._check_tensor_all`) is a number.
+_NUMBERS = (*_SYMBOLS, int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +177,7 @@ def _runs_by_itself(node: Node) -> bool:
         return _runs_by_itself(node.args[0])
     if node.target in _BY_ITSELF or looks_up_seed(node) or "bucket_of" in node.meta:
         return True
-    if isinstance(node.meta.get("val"), _SYMBOLS):
+    if isinstance(node.meta.get("val"), _NUMBERS) or is_call(node, aten._assert_scalar.default):  # noqa: SLF001
         return True
     return any(is_call(user, GATHER_INTO) and user.kwargs["out"] is node for user in node.users)
 

@@ -7,8 +7,10 @@ from typing import Any
 import models
 import pytest
 import torch
+from test_models import INDUCTOR
 from test_training import BITWISE
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._higher_order_ops.map import map as torch_map
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +79,25 @@ class Checkpointing(Choosing):
         return out
 
 
+class Placing(nn.Module):
+    """Puts parts of an image into their places in a text, whose number it checks, between equal blocks, as models of
+    images and text do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6))
+
+    def forward(self, text: Tensor, places: Tensor, parts: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            text = text + torch.tanh(block(text))
+            if i == 2:
+                mask = places.unsqueeze(-1).expand_as(text)
+                torch._check_tensor_all(mask.sum() == parts.numel())
+                text = text.masked_scatter(mask, parts)
+        return text
+
+
 class Blocks(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -120,6 +141,23 @@ def test_branches_under_inductor(run: TrainingRun) -> None:
     loss = model(features(0, run.rank)).square().mean()
     loss.backward()
     run.observe(loss, model)
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_number_that_a_forward_checks_breaks_no_graph(run: TrainingRun) -> None:
+    model: Any = run.shard(Placing(), units=[nn.Linear])
+    places = torch.zeros(2, 5, dtype=torch.bool)
+    places[0, : run.rank + 1] = True
+    with dynamo_config.patch(capture_scalar_outputs=True):
+        for step in range(2):
+            text = torch.randn(2, 5, DIM, generator=models.generator(step, run.rank))
+            loss = model(text, places, text[1, : run.rank + 1]).square().mean()
+            loss.backward()
+            run.observe(loss, model)
+        with pytest.raises(RuntimeError, match="Runtime assertion failed" if not run.is_reference else "") as raised:
+            model(text, places, text[1, : run.rank])
+    run.note("refused", type(raised.value).__name__)
+    assert run.is_reference or graphshard.report(model).regions == 2
 
 
 def reads_that_cannot_move() -> None:

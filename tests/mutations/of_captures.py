@@ -129,4 +129,11 @@ OF_CAPTURES = (
         "        break\n",
         ("tests/dist/test_models.py", "-k", "unused_views"),
     ),
+    Mutation(
+        "a number that is read from a tensor is part of a stretch",
+        "graphshard/graph/stretches.py",
+        "_NUMBERS = (*_SYMBOLS, int, float)",
+        "_NUMBERS = _SYMBOLS",
+        ("tests/dist/test_control_flow.py", "-k", "checks_breaks_no_graph"),
+    ),
 )
