@@ -25,8 +25,6 @@ from graphshard.graph.ir import LAUNCHES, WAIT, aten, is_call, is_constant, outp
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# What was a symbol until a check said what it is (`torch._check_tensor_all`) is a number.
-_NUMBERS = (*_SYMBOLS, int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +175,8 @@ def _runs_by_itself(node: Node) -> bool:
         return _runs_by_itself(node.args[0])
     if node.target in _BY_ITSELF or looks_up_seed(node) or "bucket_of" in node.meta:
         return True
-    if isinstance(node.meta.get("val"), _NUMBERS) or is_call(node, aten._assert_scalar.default):  # noqa: SLF001
-        return True
+    if isinstance(node.meta.get("val"), _SYMBOLS) or is_call(node, aten._assert_scalar.default):  # noqa: SLF001
+        return True  # checks too: a stretch has no placeholder for a symbol that a check has made a number
     return any(is_call(user, GATHER_INTO) and user.kwargs["out"] is node for user in node.users)
 
 

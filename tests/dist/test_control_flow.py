@@ -89,8 +89,10 @@ class Placing(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6))
 
     def forward(self, text: Tensor, places: Tensor, parts: Tensor) -> Tensor:
+        count = places.sum().item()
+        torch._check(count == len(parts))
         for i, block in enumerate(self.blocks):
-            text = text + torch.tanh(block(text))
+            text = text + torch.tanh(block(text)) * count
             if i == 2:
                 mask = places.unsqueeze(-1).expand_as(text)
                 torch._check_tensor_all(mask.sum() == parts.numel())
