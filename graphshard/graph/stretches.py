@@ -24,6 +24,8 @@ from graphshard.graph.ir import LAUNCHES, WAIT, aten, is_call, is_constant, outp
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
+# So many operators whose sizes depend on values run by themselves; of more, a compiler is to see all.
+_FEW = 16
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -97,13 +99,26 @@ def _attribute(node: Node) -> object:
 
 def undivided(graph: Graph) -> str:
     """Why a program cannot be cut; ``""``: it can be."""
+    if len(depending := _depending_on_values(graph)) > _FEW:
+        return f"the sizes of {len(depending)} operators depend on values, as that of {depending[0].name}"
     for node in graph.nodes:
-        symbols = {str(s) for size in _symbolic_sizes(node.meta.get("val")) for s in size.node.expr.free_symbols}
-        if any(symbol.startswith(("u", "zuf")) for symbol in symbols):
-            return f"the size of {node.name} depends on values"
         if "with_effects" in str(node.target):
             return f"{node.name} has effects besides its results"
     return ""
+
+
+def _depending_on_values(graph: Graph) -> list[Node]:
+    """Operators with sizes, of theirs or of what they read, that depend on values."""
+    sized = {node for node in graph.nodes if any(map(_is_of_value, _symbolic_sizes(node.meta.get("val"))))}
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and not sized.isdisjoint((node, *node.all_input_nodes))
+    ]
+
+
+def _is_of_value(size: Any) -> bool:
+    return any(str(symbol).startswith(("u", "zuf")) for symbol in size.node.expr.free_symbols)
 
 
 def cut(graph: Graph) -> list[Node | Stretch]:
@@ -112,10 +127,11 @@ def cut(graph: Graph) -> list[Node | Stretch]:
     running: dict[Node, None] = {}
     placed: set[Node] = set()
     remade = _remade(graph)
+    alone = {node for node in graph.nodes if _runs_by_itself(node)}.union(_depending_on_values(graph))
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node in placed:
             continue
-        if _runs_by_itself(node):
+        if node in alone:
             ends = node.target in _BY_ITSELF or node.meta.get("seam")
             if running and (ends or not running.keys().isdisjoint(node.all_input_nodes)):
                 found.append(tuple(running))
@@ -123,7 +139,7 @@ def cut(graph: Graph) -> list[Node | Stretch]:
             found.append(node)
         elif node in remade:
             # With each stretch that reads it, and once for all else.
-            if node.op != "get_attr" and any(map(_runs_by_itself, node.users)):
+            if node.op != "get_attr" and not alone.isdisjoint(node.users):
                 found.append(node)
         else:
             if running and node.meta.get("seam"):

@@ -30,6 +30,7 @@ from graphshard.compat.interpreter import with_room, without_collection
 from graphshard.compat.partitioner import CustomPartitionerFn, partition
 from graphshard.compat.running_trace import failed_guard, has_read_in_functional_call, traced_code
 from graphshard.compat.tensors import is_constant, is_selective
+from graphshard.compat.value_sizes import with_sizes_of_values
 from graphshard.errors import UnsupportedModel
 from graphshard.graph.block_calls import Body
 from graphshard.graph.elsewhere import without_marks, written_elsewhere
@@ -151,18 +152,20 @@ def make_backend(
             captured.traced_once(bodies)
             return compile_region(gm, inputs, captured.compile, partitioner)
 
+        compile_all = partial(
+            with_room,
+            compile_traced_once,
+            gm,
+            lambda part, values: trace_apart(part, values, compile_region),
+            compile_it,
+            report,
+            title,
+            {names[place]: shard.ref() for place, shard in positions.items()},
+            runtime.context.strict,
+        )
         try:
             with naming_symbolic_failures(inputs):
-                compiled = with_room(
-                    compile_traced_once,
-                    gm,
-                    lambda part, values: trace_apart(part, values, compile_region),
-                    compile_it,
-                    report,
-                    title,
-                    {names[place]: shard.ref() for place, shard in positions.items()},
-                    runtime.context.strict,
-                )
+                compiled = with_sizes_of_values(compile_all)
         except SymbolicTraceFailed as error:
             if fullgraph or is_entry_point(traced_code()):  # which is captured once more
                 raise

@@ -100,6 +100,30 @@ class Placing(nn.Module):
         return text
 
 
+class Replacing(nn.Module):
+    """Puts a parameter of its own where a mask says, as masked autoencoders do: its gradient is of as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.token = nn.Linear(DIM, DIM), nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = (x + torch.tanh(self.linear(x))).clone()
+        x[mask] = self.token
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Replacing() for _ in range(5))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
 class Blocks(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -160,6 +184,29 @@ def test_number_that_a_forward_checks_breaks_no_graph(run: TrainingRun) -> None:
             model(text, places, text[1, : run.rank])
     run.note("refused", type(raised.value).__name__)
     assert run.is_reference or graphshard.report(model).regions == 2
+
+
+def place_tokens(run: TrainingRun) -> None:
+    """Batches of two sizes; a rank has none to place in the first."""
+    model: Any = run.shard(Masked(), units=[Replacing])
+    for step, rows in enumerate((4, 4, 5)):
+        g = models.generator(step, run.rank)
+        x, mask = torch.randn(rows, 3, DIM, generator=g), torch.rand(rows, 3, generator=g) > 0.5
+        loss = model(x, mask & bool(step + run.rank)).square().mean()
+        loss.backward()
+        run.observe(loss, model)
+    assert run.is_reference or graphshard.report(model).regions == 2
+
+
+@training_test(tolerance=BITWISE)
+def test_gradients_of_as_many_rows_as_a_mask_has_break_no_graph(run: TrainingRun) -> None:
+    place_tokens(run)
+    assert run.is_reference or graphshard.report(run.models[0]).traced_once == (8, 2)
+
+
+@training_test(backends=("inductor",), tolerance=INDUCTOR)
+def test_gradients_of_as_many_rows_as_a_mask_has_under_inductor(run: TrainingRun) -> None:
+    place_tokens(run)
 
 
 def reads_that_cannot_move() -> None:

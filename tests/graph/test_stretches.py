@@ -153,11 +153,22 @@ def test_values_are_dropped_before_the_last_body_that_reads_them_runs() -> None:
     assert seen[1:] == [True] * len(seen[1:])
 
 
-def test_program_whose_sizes_depend_on_values_is_not_divided() -> None:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        gm = make_fx(lambda x: x.nonzero() * 2, tracing_mode="symbolic")(torch.ones(3))
-    assert "depends on values" in undivided(gm.graph)
-    assert undivided(outlined().graph) == ""
+def test_program_with_many_sizes_that_depend_on_values_is_not_divided() -> None:
+    def placed(times: int) -> GraphModule:
+        def found(x: Tensor) -> Tensor:
+            rows = x.nonzero()
+            for _ in range(times):
+                rows = rows * 2
+            return x.exp() + rows.sum()
+
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            return make_fx(found, tracing_mode="symbolic")(torch.ones(3))
+
+    assert "depend on values" in undivided(placed(20).graph)
+    few = placed(2)
+    assert undivided(few.graph) == ""
+    alone = [str(step.target) for step in cut(few.graph) if not isinstance(step, Stretch)]
+    assert alone.count("aten.mul.Tensor") == 2 and "aten.sum.default" in alone
 
 
 def compiled(bodies: Bodies, *graphs: GraphModule, is_backward: bool = False) -> list[str]:

@@ -136,4 +136,18 @@ OF_CAPTURES = (
         ":",
         ("tests/dist/test_control_flow.py", "-k", "checks_breaks_no_graph"),
     ),
+    Mutation(
+        "a gradient of as many rows as a mask has ends the graph",
+        "graphshard/compat/value_sizes.py",
+        "replace(settings, allow_dynamic_output_shape_ops=True)",
+        "settings",
+        ("tests/dist/test_control_flow.py", "-k", "break_no_graph"),
+    ),
+    Mutation(
+        "sizes that depend on values are sizes of a stretch",
+        "graphshard/graph/stretches.py",
+        ".union(_depending_on_values(graph))",
+        "",
+        ("tests/graph/test_stretches.py", "-k", "depend_on_values"),
+    ),
 )
