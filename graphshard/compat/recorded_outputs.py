@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -42,9 +43,8 @@ def _asked_for_states(module: nn.Module) -> Iterator[nn.Module]:
     """Children that a method which asks for hidden states reads."""
     for cls in type(module).__mro__:
         for method in vars(cls).values():
-            if any(
-                _is_of_library(wrapper) and _SELECTS in wrapper.__code__.co_qualname for wrapper in _wrapped(method)
-            ):
+            wrappers = _wrapped(method) if isinstance(method, FunctionType) else ()
+            if any(_is_of_library(wrapper) and _SELECTS in wrapper.__code__.co_qualname for wrapper in wrappers):
                 names = inspect.unwrap(method).__code__.co_names
                 yield from (child for name, child in module.named_children() if name in names)
 
