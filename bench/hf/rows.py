@@ -36,9 +36,8 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether sharding makes a difference that compiling alone does not."""
-        return bool(
-            self.plain and self.plain.bitwise and self.ours and not self.ours.bitwise and not _of_eager(self.ours)
-        )
+        same = self.ours is not None and (self.ours.bitwise or _of_eager(self.ours))
+        return bool(self.plain and self.plain.bitwise and not same)
 
     def cells(self) -> tuple[str, ...]:
         """Of the table."""

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.compat.autograd import backward_id, call_at_end_of_backward, compiled_function_node, keeps_graph
 from graphshard.compat.compile_phases import PARTITIONER, PHASES, exclusive_seconds, timed_graphs, timed_seconds
@@ -36,6 +38,7 @@ from graphshard.compat.inductor import (
 from graphshard.compat.results import keep_strides
 from graphshard.compat.running_trace import traced_code
 from graphshard.compat.tensors import keep_static, seen_by
+from graphshard.compat.value_sizes import with_sizes_of_values
 from graphshard.compat.versions import check_torch_version
 from graphshard.graph.saved_values import hide_copies
 from graphshard.runtime.backend import Partitioner
@@ -167,6 +170,26 @@ def test_node_of_a_compiled_region_is_found_behind_views() -> None:
     # What is handed on from a region before does not hide the node.
     later, _ = compiled(first)
     assert compiled_function_node([first, later])[0] is compiled_function_node([later])[0] is not node
+
+
+def test_trace_that_fails_with_sizes_of_values_is_made_once_more_without() -> None:
+    shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)
+    fake_mode, allowed = FakeTensorMode(shape_env=shapes), list[bool]()
+
+    def trace(x: Tensor, fails: bool) -> None:
+        allowed.append(shapes.allow_dynamic_output_shape_ops)
+        if allowed[-1] and not fails:
+            x.nonzero()
+            raise RuntimeError("of torch")
+        raise DynamicOutputShapeException("nonzero")
+
+    with tracing(TracingContext(fake_mode)), fake_mode:
+        with pytest.raises(DynamicOutputShapeException):
+            with_sizes_of_values(lambda: trace(torch.ones(3), False))
+        assert allowed == [True, False] and not shapes.allow_dynamic_output_shape_ops
+        with pytest.raises(DynamicOutputShapeException):  # without such a size, once is enough
+            with_sizes_of_values(lambda: trace(torch.ones(3), True))
+        assert allowed == [True, False, True]
 
 
 def test_inline_only_functions_are_inlined_and_never_captured() -> None:
