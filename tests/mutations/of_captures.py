@@ -150,4 +150,11 @@ OF_CAPTURES = (
         "",
         ("tests/graph/test_stretches.py", "-k", "depend_on_values"),
     ),
+    Mutation(
+        "behind a number that is read off a value no block is found",
+        "graphshard/graph/equal_blocks.py",
+        "_NUMBERS = (bool, float, torch.SymBool, torch.SymFloat)",
+        "_NUMBERS = ()",
+        ("tests/dist/test_control_flow.py", "-k", "checks_breaks_no_graph"),
+    ),
 )
