@@ -95,6 +95,44 @@ def test_programs_have_the_seams_of_their_marked_graph(monkeypatch: pytest.Monke
     assert seams(program.gm.graph) == seams(marked.graph)
 
 
+POINTWISE = {"a": aten.relu.default, "b": aten.sin.default, "c": aten.cos.default, "d": aten.tanh.default}
+PART = "m" + "abcabdcabd" * 2 + "m" + "dabcdcbadb" * 2 + "m"  # beside multiplications nothing is fused
+
+
+def stretches_of(letters: str) -> list[str]:
+    """A chain of such operators, "m" being a multiplication, in parts from one seam to the next."""
+    build = GraphBuilder("forward")
+    hidden = build.input("x", [BATCH, WIDTH])
+    for number, letter in enumerate(letters):
+        weight = Weight(f"weight_{number}", (WIDTH, WIDTH))
+        more = [build.unshard(weight)] if letter == "m" else []
+        hidden = build.call(POINTWISE.get(letter, aten.mm.default), hidden, *more)
+    marked = build.finish(hidden)
+    outline_blocks.apply(marked.graph, outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True)))
+    seams = [number for number, node in enumerate(computed(marked)) if node.meta.get("seam")]
+    return [letters[a:b] for a, b in pairwise([0, *seams, len(letters)])]
+
+
+def test_what_recurs_far_away_begins_and_ends_at_seams() -> None:
+    assert stretches_of("ab" + PART + "cab" + PART + "d") == ["ab", PART, "cab", PART, "d"]
+    short = PART[:30]
+    assert stretches_of("ab" + short + "cab" + short + "d") == ["ab" + short + "cab" + short + "d"]
+
+
+def test_part_of_what_recurs_that_recurs_once_more_has_seams_in_all() -> None:
+    longer = PART + "abdcbacddmadbmccdbadcaabmcbdacbbdm"
+    found = stretches_of(longer + "cab" + longer + "db" + PART)
+    assert found.count(PART) == 3
+    assert {*found} == {"", PART, longer[len(PART) :], "cab", "db"}
+
+
+def test_part_of_equal_blocks_that_recurs_elsewhere_has_seams_in_all() -> None:
+    block = PART + "abdcmcddab"
+    found = stretches_of(block * 4 + "cdb" + PART + "a")
+    assert found.count(PART) == 5
+    assert {*found} == {"", PART, block[len(PART) :], "cdb", "a"}
+
+
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:
     marked = toy_forward(toy_weights(BLOCKS))
     assert not outline_blocks.decide(marked.graph, marked.ctx)

@@ -157,4 +157,18 @@ OF_CAPTURES = (
         "_NUMBERS = ()",
         ("tests/dist/test_control_flow.py", "-k", "checks_breaks_no_graph"),
     ),
+    Mutation(
+        "seams of what recurs are not those of the blocks that have it",
+        "graphshard/graph/recurring.py",
+        "            blocks.add_seams(at, [*seams, length])",
+        "            pass",
+        ("tests/graph/test_outline_blocks.py", "-k", "recurs_elsewhere"),
+    ),
+    Mutation(
+        "what recurs may end where it is read otherwise",
+        "graphshard/graph/recurrences.py",
+        "and agreeing(first, more, length) == length",
+        "",
+        ("tests/graph/test_recurrences.py",),
+    ),
 )
