@@ -52,8 +52,8 @@ class OutlineEdit:
 
 
 def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
-    """Looks for equal blocks in what is computed, then for what recurs. With FSDP2's order the same is in each: it needs
-    no seams.
+    """Looks for equal blocks in what is computed, then for what recurs. FSDP2's order needs no seams: it is the same in
+    each block.
     """
     if not ctx.outlines:
         return OutlineEdit(())

@@ -48,9 +48,13 @@ def recurrences(
             if length := _agreed(first, other, most - (first - a), least, fits, agreeing):
                 firsts = [first, other]
                 for more in windows[tuple(numbers[first : first + least])]:
-                    same = numbers[more : more + length] == numbers[first : first + length] and {more} <= fits
-                    apart = all(abs(more - known) >= length for known in firsts)
-                    if same and apart and more + length <= end[more] and agreeing(first, more, length) == length:
+                    if (
+                        more + length <= end[more]
+                        and {more, more + length} <= fits
+                        and numbers[more : more + length] == numbers[first : first + length]
+                        and all(abs(more - known) >= length for known in firsts)
+                        and agreeing(first, more, length) == length
+                    ):
                         firsts.append(more)
                 yield Recurrence(length, sorted(firsts))
                 break

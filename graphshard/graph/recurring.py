@@ -4,7 +4,7 @@ decoder's, two blocks that are equal but for their ends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -91,7 +91,7 @@ def recurring(nodes: Sequence[Node], kinds: Sequence[Hashable], found: Sequence[
     free = pairwise([-1, *sorted(taken), len(nodes)])
     spans = [_Span(range(a + 1, b)) for a, b in free if b > a + 1]
     spans += [_Span(blocks.one(), ((blocks, blocks.one().start),)) for blocks in found]
-    beside = {place for place in range(1, len(nodes)) if _is_beside_kernel(nodes, place)}
+    beside = {place for span in spans for place in _beside_kernels(nodes, span.places)}
     agreeing = partial(_agreeing, nodes, {node: place for place, node in enumerate(nodes)})
     more = list[Outlined]()
     while True:
@@ -127,17 +127,20 @@ def _saves(recurrence: Recurrence, spans: Sequence[_Span]) -> bool:
     return recurrence.length * (len(recurrence.firsts) - 1) >= _WORTH * calls
 
 
-def _is_beside_kernel(nodes: Sequence[Node], place: int) -> bool:
-    """Whether a stretch may begin at a place for nothing: what is in front of it, or begins there, is fused with
-    nothing anyway.
+def _beside_kernels(nodes: Sequence[Node], span: range) -> Iterator[int]:
+    """Places at which a stretch may begin for nothing: what is in front of one, or begins there, is fused with nothing
+    anyway.
     """
-    if takes_apart(nodes[place]):
-        return False
-    behind = next((node for node in nodes[place:] if not declares_view(node.target)), None)
-    before = next(
-        (node for node in nodes[place - 1 :: -1] if not (declares_view(node.target) or takes_apart(node))), None
-    )
-    return any(node is not None and is_kernel(node) for node in (behind, before))
+    for step in (1, -1):
+        beside = False
+        for place in span[::step]:
+            node = nodes[place]
+            if beside and step == 1 and not takes_apart(node):
+                yield place
+            if not declares_view(node.target) and not (step == 1 and takes_apart(node)):
+                beside = is_kernel(node)
+            if beside and step == -1 and not takes_apart(node):
+                yield place
 
 
 def _agreeing(nodes: Sequence[Node], number: Mapping[Node, int], a: int, b: int, length: int) -> int:

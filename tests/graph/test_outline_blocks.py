@@ -128,9 +128,7 @@ def test_part_of_what_recurs_that_recurs_once_more_has_seams_in_all() -> None:
 
 def test_part_of_equal_blocks_that_recurs_elsewhere_has_seams_in_all() -> None:
     block = PART + "abdcmcddab"
-    found = stretches_of(block * 4 + "cdb" + PART + "a")
-    assert found.count(PART) == 5
-    assert {*found} == {"", PART, block[len(PART) :], "cdb", "a"}
+    assert stretches_of(block * 4 + "cdb" + PART + "a").count(PART) == 5
 
 
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:

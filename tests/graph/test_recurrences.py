@@ -35,7 +35,7 @@ def test_what_is_found_is_equal_apart_and_in_its_span(parts: list[Items], least:
         assert len({tuple(items[first : first + length]) for first in firsts}) == 1
         assert all(b - a >= length for a, b in pairwise(firsts))
         assert all(any(first in span and first + length <= span.stop for span in spans) for first in firsts)
-        assert {firsts[0], firsts[0] + length, firsts[1], firsts[1] + length} <= fits
+        assert all({first, first + length} <= fits for first in firsts)
 
 
 def test_only_what_agrees_recurs() -> None:

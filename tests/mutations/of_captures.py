@@ -167,7 +167,7 @@ OF_CAPTURES = (
     Mutation(
         "what recurs may end where it is read otherwise",
         "graphshard/graph/recurrences.py",
-        "and agreeing(first, more, length) == length",
+        "                        and agreeing(first, more, length) == length\n",
         "",
         ("tests/graph/test_recurrences.py",),
     ),

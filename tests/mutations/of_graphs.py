@@ -166,14 +166,14 @@ OF_GRAPHS = (
     ),
     Mutation(
         "a block of a backward begins at its first parameter",
-        "passes/outline_blocks.py",
+        "graphshard/graph/block_seams.py",
         "-back if is_backward else back",
         "back",
         ("tests/graph/test_outline_blocks.py", "-k", "equal_to_the_last"),
     ),
     Mutation(
         "a stretch may begin between an operator and what takes its results apart",
-        "passes/outline_blocks.py",
+        "graphshard/graph/block_seams.py",
         "    return is_call(node, operator.getitem)\n",
         "    return False\n",
         ("tests/graph/test_outline_blocks.py", "-k", "apart"),
