@@ -39,6 +39,9 @@ def test_what_is_found_is_equal_apart_and_in_its_span(parts: list[Items], least:
 
 
 def test_only_what_agrees_recurs() -> None:
-    items = [*"abcdefgh", "-", *"abcdefgh"]
-    found = recurrences(items, [range(17)], 3, {*range(18)}, lambda a, b, length: min(length, max(5 - a, 0)))
-    assert next(found) == Recurrence(5, [0, 9])
+    items = [*"abcdefgh", "-", *"abcdefgh", "+", *"abcdefgh"]
+
+    def agreeing(a: int, b: int, length: int) -> int:
+        return 0 if b == 18 else min(length, max(5 - a, 0))
+
+    assert next(recurrences(items, [range(26)], 3, {*range(27)}, agreeing)) == Recurrence(5, [0, 9])
