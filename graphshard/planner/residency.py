@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
 from operator import add, sub
 
 from graphshard.planner.baselines import fsdp2_schedule
@@ -57,22 +58,32 @@ def choose_residency(forward: Problem, backward: Problem, budget_bytes: int) -> 
     forward come first. More stay only while the step falls by more than 0.1 %.
     """
     order = _ordered(forward, backward)
-    most = 0
     low, high = 0, len(order)
+    most = high  # often all fit
     while low < high:  # more units never need less memory
-        most = (low + high + 1) // 2
         if _fits(*with_residency(forward, backward, frozenset(order[:most])), budget_bytes):
             low = most
         else:
             high = most - 1
+        most = (low + high + 1) // 2
     coarse = low > _FEW
-    best, best_us = 0, _step_us(forward, backward, budget_bytes, coarse)
-    tried = sorted({low, low // 2, low // 4, low // 8, min(low, 1)} - {0})
-    for count in tried:
+
+    def step_us(count: int, most_us: float) -> float:
+        """Of so many units; infinite: not below `most_us`."""
         problems = with_residency(forward, backward, frozenset(order[:count]))
-        most_us = best_us * (1.0 - _WORTH)
-        if sum(map(lower_bound_us, problems)) < most_us and (us := _step_us(*problems, budget_bytes, coarse)) < most_us:
+        if sum(map(lower_bound_us, problems)) >= most_us:
+            return inf
+        return _step_us(*problems, budget_bytes, coarse)
+
+    best, best_us = 0, _step_us(forward, backward, budget_bytes, coarse)
+    all_us = step_us(low, best_us * (1.0 - _WORTH)) if low else inf
+    for count in sorted({low // 2, low // 4, low // 8, min(low, 1)} - {0, low}):
+        # Fewer than all that fit, unless all are better than those can be.
+        us = step_us(count, min(best_us * (1.0 - _WORTH), all_us / (1.0 - _WORTH)))
+        if us < best_us * (1.0 - _WORTH):
             best, best_us = count, us
+    if all_us < best_us * (1.0 - _WORTH):
+        best = low
     return frozenset(order[:best])
 
 
@@ -100,5 +111,5 @@ def _step_us(forward: Problem, backward: Problem, budget_bytes: int, coarse: boo
     try:
         choices = [best_schedule(problem, budget_bytes, trials=COMPARISON_TRIALS) for problem in problems]
     except BudgetTooSmall:
-        return float("inf")
+        return inf
     return sum(choice.simulation.step_us for choice in choices)

@@ -17,6 +17,7 @@ from graphshard.planner import (
     simulate,
     with_residency,
 )
+from graphshard.planner.search import COMPARISON_TRIALS
 
 PAIR = stack(3, op_us=30.0), stack(3, backward=True, op_us=30.0)
 
@@ -55,6 +56,22 @@ def test_choose_residency_takes_nothing_that_does_not_fit() -> None:
     full = tuple(20000 - num_bytes for num_bytes in forward.op_bytes)
     forward = replace(forward, op_bytes=(*full[:-1], 20000))
     assert choose_residency(forward, backward, 20000 + peak(replace(forward, op_bytes=(0,) * len(full))) // 4) <= {""}
+
+
+@pytest.mark.parametrize("op_us", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("more_bytes", [1000, 3000, 20000])
+def test_no_fewer_of_the_units_that_may_stay_are_faster(op_us: float, more_bytes: int) -> None:
+    forward, backward = stack(5, op_us=op_us), stack(5, backward=True, op_us=op_us)
+    budget = max(peak(forward), peak(backward)) + more_bytes
+    kept = choose_residency(forward, backward, budget)
+
+    def step_us(units: frozenset[str]) -> float:
+        pair = with_residency(forward, backward, units)
+        return sum(best_schedule(problem, budget, trials=COMPARISON_TRIALS).simulation.step_us for problem in pair)
+
+    for count in (0, 1, 2):
+        fewer = frozenset(f"l{4 - i}" for i in range(count))
+        assert step_us(kept) <= step_us(fewer) * 1.001
 
 
 def test_choose_residency_takes_the_last_units_of_forward_first() -> None:
