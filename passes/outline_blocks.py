@@ -83,7 +83,7 @@ def decide(graph: Graph, ctx: PassContext) -> OutlineEdit:
         found.append(
             Outlined(with_behind(parts, len(nodes), taken), len(parts[0]), with_inner(nodes, parts[len(parts) // 2], 0))
         )
-    found += recurring(nodes, kinds, found)
+    found += recurring(nodes, kinds, borders, found)
     return OutlineEdit(
         tuple(
             (tuple(node.name for node in nodes[part.start : part.stop]), blocks.period, tuple(blocks.seams))

@@ -17,7 +17,7 @@ from graphshard.graph.ir import is_call
 from graphshard.graph.repeats import Repeat
 
 # A block is cut into so many stretches of about the same time.
-STRETCHES = 2
+_STRETCHES = 2
 # So many elements are read or written in the time of a multiplication by each of a row of this length.
 _ROW = 64
 
@@ -39,13 +39,13 @@ def seams_of(nodes: Sequence[Node], repeat: Repeat, begins: Mapping[Node, Node],
     return with_inner(nodes, block, first)
 
 
-def with_inner(nodes: Sequence[Node], block: range, first: int) -> list[int]:
+def with_inner(nodes: Sequence[Node], block: range, first: int, stretches: int = _STRETCHES) -> list[int]:
     """The seams of a block one of which is at `first`: the others evenly in time, where little is read across."""
     elapsed = [0.0, *accumulate(_time(nodes[place]) for place in block)]
     crossing, chosen = _crossing(nodes, block), [first]
-    total, grain = elapsed[-1], elapsed[-1] / STRETCHES
+    total, grain = elapsed[-1], elapsed[-1] / stretches
     places = [place for place in range(len(block)) if not takes_apart(nodes[block.start + place])]
-    for number in range(1, STRETCHES):
+    for number in range(1, stretches):
         wanted = (elapsed[first] + number * grain) % (total or 1.0)
         near = [place for place in places if abs(elapsed[place] - wanted) <= grain / 3]
         if near:

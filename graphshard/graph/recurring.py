@@ -11,13 +11,15 @@ from itertools import pairwise
 
 from torch.fx import Node
 
-from graphshard.graph.block_seams import STRETCHES, is_kernel, takes_apart, with_inner
+from graphshard.graph.block_seams import is_kernel, takes_apart, with_inner
 from graphshard.graph.ir import declares_view
 from graphshard.graph.recurrences import Recurrence, recurrences
 
 # What recurs is at least so long, and saves so many nodes for each call that it takes.
 _LEAST = 40
 _WORTH = 8
+# Its stretches are at most so long.
+_MOST = 50
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,16 @@ def with_behind(parts: Sequence[range], end: int, taken: Set[int]) -> list[range
     return [range(own.start, own.stop + (own.stop < end and own.stop not in taken)) for own in parts]
 
 
-def recurring(nodes: Sequence[Node], kinds: Sequence[Hashable], found: Sequence[Outlined]) -> list[Outlined]:
+def recurring(
+    nodes: Sequence[Node], kinds: Sequence[Hashable], borders: Sequence[int], found: Sequence[Outlined]
+) -> list[Outlined]:
     """What recurs outside of blocks that were found, there or in one of these, which get its seams.
 
     Args:
         nodes: all that is computed.
         kinds: what each does.
+        borders: where units begin, which are seams of what recurs: between two seams nothing is launched, so what is
+            read there is gathered together.
         found: equal blocks.
     """
     taken = {place for blocks in found for part in blocks.places for place in part}
@@ -104,11 +110,15 @@ def recurring(nodes: Sequence[Node], kinds: Sequence[Hashable], found: Sequence[
         where = _where(best, spans)
         within = [own for span in where for own in span.of]
         seams = {0}.union(*(blocks.seams_from(at, length) for blocks, at in within))
-        if len(seams) == 1 and length >= STRETCHES * _LEAST:
-            seams.update(with_inner(nodes, where[0].places, 0))
+        outside = [span.places for span in where if not span.of]
+        seams.update(at - own.start for own in outside for at in borders if at in own)
+        if not within:
+            for a, b in pairwise([*sorted(seams), length]):
+                part = range(outside[0].start + a, outside[0].start + b)
+                seams.update(a + seam for seam in with_inner(nodes, part, 0, -(-len(part) // _MOST)))
         for blocks, at in within:
             blocks.add_seams(at, [*seams, length])
-        if outside := [span.places for span in where if not span.of]:
+        if outside:
             more.append(Outlined(with_behind(outside, len(nodes), taken), length, sorted(seams)))
             within.append((more[-1], outside[0].start))
         # Parts of it may recur elsewhere: they are looked for in one of its places.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from torch.fx import Graph, Node
@@ -100,12 +100,12 @@ PART = "m" + "abcabdcabd" * 2 + "m" + "dabcdcbadb" * 2 + "m"  # beside multiplic
 
 
 def stretches_of(letters: str) -> list[str]:
-    """A chain of such operators, "m" being a multiplication, in parts from one seam to the next."""
+    """A chain of such operators in parts from one seam to the next; "m" multiplies, "M" by a weight of its own unit."""
     build = GraphBuilder("forward")
     hidden = build.input("x", [BATCH, WIDTH])
     for number, letter in enumerate(letters):
-        weight = Weight(f"weight_{number}", (WIDTH, WIDTH))
-        more = [build.unshard(weight)] if letter == "m" else []
+        unit = f"unit_{number}." if letter == "M" else ""
+        more = [build.unshard(Weight(f"{unit}weight_{number}", (WIDTH, WIDTH)))] if letter in "mM" else []
         hidden = build.call(POINTWISE.get(letter, aten.mm.default), hidden, *more)
     marked = build.finish(hidden)
     outline_blocks.apply(marked.graph, outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True)))
@@ -119,16 +119,32 @@ def test_what_recurs_far_away_begins_and_ends_at_seams() -> None:
     assert stretches_of("ab" + short + "cab" + short + "d") == ["ab" + short + "cab" + short + "d"]
 
 
+def test_what_recurs_has_a_seam_where_each_unit_begins() -> None:
+    units = ["M" + one * 3 for one in ("abcd", "acbd", "adcb", "bacd", "bcda", "cabd")]
+    tower = "".join(units)
+    found = stretches_of(tower + "dab" + tower + "c")
+    assert [found.count(unit) for unit in units[:-1]] == [2] * 5
+
+
+def seams_of_parts(letters: str) -> list[list[int]]:
+    """Seams in each place that `PART` has in such a chain, and at its ends."""
+    seams = [*accumulate(map(len, stretches_of(letters)))]
+    places = [place for place in range(len(letters)) if letters.startswith(PART, place)]
+    return [[seam - place for seam in seams if place <= seam <= place + len(PART)] for place in places]
+
+
 def test_part_of_what_recurs_that_recurs_once_more_has_seams_in_all() -> None:
     longer = PART + "abdcbacddmadbmccdbadcaabmcbdacbbdm"
-    found = stretches_of(longer + "cab" + longer + "db" + PART)
-    assert found.count(PART) == 3
-    assert {*found} == {"", PART, longer[len(PART) :], "cab", "db"}
+    found = seams_of_parts(longer + "cab" + longer + "db" + PART + "a")
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+    assert {0, len(PART)} <= {*found[0]}
 
 
 def test_part_of_equal_blocks_that_recurs_elsewhere_has_seams_in_all() -> None:
     block = PART + "abdcmcddab"
-    assert stretches_of(block * 4 + "cdb" + PART + "a").count(PART) == 5
+    found = seams_of_parts("d" + block * 4 + "cdb" + PART + "a")
+    assert len(found) == 5 and all(seams == found[0] for seams in found)
+    assert {0, len(PART)} <= {*found[0]}
 
 
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:

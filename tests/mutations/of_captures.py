@@ -171,4 +171,11 @@ OF_CAPTURES = (
         "",
         ("tests/graph/test_recurrences.py",),
     ),
+    Mutation(
+        "all units of what recurs are gathered at once",
+        "graphshard/graph/recurring.py",
+        "for at in borders if at in own",
+        "for at in () if at in own",
+        ("tests/graph/test_outline_blocks.py", "-k", "each_unit_begins"),
+    ),
 )
