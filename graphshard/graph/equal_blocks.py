@@ -27,7 +27,7 @@ from graphshard.compat.dynamo import (
 )
 from graphshard.compat.tensors import is_torch_operator, size_key, version
 from graphshard.graph.block_calls import PASS_ON
-from graphshard.graph.ir import ALIAS, ParamRef, aten, is_call, is_marker
+from graphshard.graph.ir import ALIAS, ParamRef, checks_number, is_call, is_marker
 from graphshard.graph.repeats import Repeat, find_repeats
 from graphshard.graph.unit_borders import Read, crossings, equal_parts, has_equal_parts, unit_borders
 
@@ -195,7 +195,7 @@ def _fit(nodes: Sequence[Node]) -> tuple[set[Node], set[int]]:
             if isinstance(_attribute(node), GraphModule):
                 found.add(node)
         elif node.op in ("call_function", "call_method"):
-            if isinstance(value, _NUMBERS) or is_call(node, aten._assert_scalar.default):  # noqa: SLF001
+            if isinstance(value, _NUMBERS) or checks_number(node):
                 continue  # read off values, or checks of such
             if not isinstance(value, (Tensor, tuple, list, *_SIZES)) and node.target is not operator.setitem:
                 break  # it may set anything

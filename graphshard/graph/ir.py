@@ -243,6 +243,11 @@ def _may_return_view(target: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def checks_number(node: Node) -> bool:
+    """Whether it checks a number that was read off a value; it yields nothing."""
+    return is_call(node, aten._assert_scalar.default)  # noqa: SLF001
+
+
 def declares_view(target: Any) -> bool:
     """Whether an operator's schema says that results share memory with arguments."""
     return any(result.alias_info for result in getattr(getattr(target, "_schema", None), "returns", ()))

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.gather_outputs import GATHER_INTO, KEEP_UNTIL
-from graphshard.graph.ir import LAUNCHES, WAIT, aten, is_call, is_constant, output_args
+from graphshard.graph.ir import LAUNCHES, WAIT, checks_number, is_call, is_constant, output_args
 
 _BY_ITSELF = frozenset((*LAUNCHES, WAIT, KEEP_UNTIL, GATHER_INTO))
 _ALIGNMENT = 16
@@ -191,7 +191,7 @@ def _runs_by_itself(node: Node) -> bool:
         return _runs_by_itself(node.args[0])
     if node.target in _BY_ITSELF or looks_up_seed(node) or "bucket_of" in node.meta:
         return True
-    if isinstance(node.meta.get("val"), _SYMBOLS) or is_call(node, aten._assert_scalar.default):  # noqa: SLF001
+    if isinstance(node.meta.get("val"), _SYMBOLS) or checks_number(node):
         return True  # checks too: a stretch has no placeholder for a symbol that a check has made a number
     return any(is_call(user, GATHER_INTO) and user.kwargs["out"] is node for user in node.users)
 

@@ -100,14 +100,19 @@ PART = "m" + "abcabdcabd" * 2 + "m" + "dabcdcbadb" * 2 + "m"  # beside multiplic
 
 
 def stretches_of(letters: str) -> list[str]:
-    """A chain of such operators in parts from one seam to the next; "m" multiplies, "M" by a weight of its own unit."""
+    """A chain of such operators in parts from one seam to the next; "m" multiplies, "M" by a weight of its own unit, a
+    digit adds what came so many operators before.
+    """
     build = GraphBuilder("forward")
-    hidden = build.input("x", [BATCH, WIDTH])
+    chain = [build.input("x", [BATCH, WIDTH])]
     for number, letter in enumerate(letters):
+        if letter.isdigit():
+            chain.append(build.call(aten.add.Tensor, chain[-1], chain[-1 - int(letter)]))
+            continue
         unit = f"unit_{number}." if letter == "M" else ""
         more = [build.unshard(Weight(f"{unit}weight_{number}", (WIDTH, WIDTH)))] if letter in "mM" else []
-        hidden = build.call(POINTWISE.get(letter, aten.mm.default), hidden, *more)
-    marked = build.finish(hidden)
+        chain.append(build.call(POINTWISE.get(letter, aten.mm.default), chain[-1], *more))
+    marked = build.finish(chain[-1])
     outline_blocks.apply(marked.graph, outline_blocks.decide(marked.graph, replace(marked.ctx, outlines=True)))
     seams = [number for number, node in enumerate(computed(marked)) if node.meta.get("seam")]
     return [letters[a:b] for a, b in pairwise([0, *seams, len(letters)])]
@@ -117,6 +122,22 @@ def test_what_recurs_far_away_begins_and_ends_at_seams() -> None:
     assert stretches_of("ab" + PART + "cab" + PART + "d") == ["ab", PART, "cab", PART, "d"]
     short = PART[:30]
     assert stretches_of("ab" + short + "cab" + short + "d") == ["ab" + short + "cab" + short + "d"]
+
+
+def test_what_recurs_is_cut_beside_multiplications() -> None:
+    more = "abc" + PART + "ddc"
+    assert stretches_of("bb" + more + "cab" + more + "b") == ["bbabc", PART, "ddccababc", PART, "ddcb"]
+
+
+def test_what_reads_otherwise_does_not_recur() -> None:
+    one, other = (PART[:25] + digit + PART[25:] for digit in "23")
+    assert stretches_of("ab" + one + "cab" + one + "d") == ["ab", one, "cab", one, "d"]
+    assert stretches_of("ab" + one + "cab" + other + "d") == ["ab" + one + "cab" + other + "d"]
+
+
+def test_long_parts_that_recur_have_seams_inside() -> None:
+    long = PART + "dacbm" + PART[::-1] + "abdcm" + PART
+    assert max(map(len, stretches_of(long + "cab" + long))) < 80 < len(long)
 
 
 def test_what_recurs_has_a_seam_where_each_unit_begins() -> None:

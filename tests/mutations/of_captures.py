@@ -132,8 +132,8 @@ OF_CAPTURES = (
     Mutation(
         "what is checked of a number is part of a stretch",
         "graphshard/graph/stretches.py",
-        " or is_call(node, aten._assert_scalar.default):",
-        ":",
+        " or checks_number(node):\n        return True  # checks too",
+        ":\n        return True  # checks too",
         ("tests/dist/test_control_flow.py", "-k", "checks_breaks_no_graph"),
     ),
     Mutation(
