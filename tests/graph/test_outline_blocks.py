@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from random import Random
 
 import pytest
 from torch.fx import Graph, Node
@@ -135,9 +136,14 @@ def test_what_reads_otherwise_does_not_recur() -> None:
     assert stretches_of("ab" + one + "cab" + other + "d") == ["ab" + one + "cab" + other + "d"]
 
 
+def test_what_is_read_behind_in_one_place_alone_does_not_recur() -> None:
+    assert stretches_of("ab" + PART + "c9d" + "cab" + PART + "ca") == ["ab" + PART + "c9d" + "cab" + PART + "ca"]
+    assert stretches_of("ab" + PART + "c9d" + "cab" + PART + "c9a").count(PART) == 2
+
+
 def test_long_parts_that_recur_have_seams_inside() -> None:
-    long = PART + "dacbm" + PART[::-1] + "abdcm" + PART
-    assert max(map(len, stretches_of(long + "cab" + long))) < 80 < len(long)
+    long = "".join(Random(1).choices("abcdm", k=150))
+    assert max(map(len, stretches_of(long + "cab" + long))) < 80
 
 
 def test_what_recurs_has_a_seam_where_each_unit_begins() -> None:
@@ -166,6 +172,11 @@ def test_part_of_equal_blocks_that_recurs_elsewhere_has_seams_in_all() -> None:
     found = seams_of_parts("d" + block * 4 + "cdb" + PART + "a")
     assert len(found) == 5 and all(seams == found[0] for seams in found)
     assert {0, len(PART)} <= {*found[0]}
+
+
+def test_part_of_many_blocks_that_recurs_once_is_not_worth_its_calls() -> None:
+    block = PART + "abdcmcddab"
+    assert stretches_of("d" + block * 12 + "cdb" + PART + "a")[-1].endswith("cdb" + PART + "a")
 
 
 def test_nothing_is_outlined_unless_it_is_asked_for() -> None:
